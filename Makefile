@@ -1,0 +1,31 @@
+# Two commands do everything: `make demo` and `make test`. Each makes .venv and installs what it needs, once.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: demo test check bench clean
+
+demo: .venv/demo.done
+	@$(BIN)/sigcam demo --output sigcam-demo
+
+test: .venv/dev.done
+	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
+
+check: test
+
+bench: .venv/dev.done
+	@$(BIN)/python benchmarks/overhead.py
+
+.venv/demo.done: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv .venv
+	@echo "installing sigcam into .venv (a few minutes, once) ..."
+	@$(PIP) install --quiet --constraint constraints.txt --editable '.[embedded,report]' 2>.venv/install.log || (cat .venv/install.log; exit 1)
+	@touch $@
+
+.venv/dev.done: .venv/demo.done
+	@echo "installing what the tests need ..."
+	@$(PIP) install --quiet --constraint constraints.txt --editable '.[embedded,report,hf,dev]' 2>.venv/install.log || (cat .venv/install.log; exit 1)
+	@touch $@
+
+clean:
+	rm -rf .venv sigcam-demo

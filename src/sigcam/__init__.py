@@ -1,0 +1,54 @@
+"""sigcam: evidence maps for any image classifier, drawn from a sigmoid branch beside its softmax head."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from sigcam.config import FitConfig as FitConfig
+    from sigcam.data import Sample as Sample
+    from sigcam.data import Samples as Samples
+    from sigcam.data import open_dataset as open_dataset
+    from sigcam.dual import Branches as Branches
+    from sigcam.dual import DualBranch as DualBranch
+    from sigcam.dual import attach as attach
+    from sigcam.dual import load as load
+    from sigcam.errors import AttachError as AttachError
+    from sigcam.errors import CheckpointError as CheckpointError
+    from sigcam.errors import DataError as DataError
+    from sigcam.errors import ModelError as ModelError
+    from sigcam.errors import SigcamError as SigcamError
+    from sigcam.explaining import Explanation as Explanation
+    from sigcam.explaining import explain as explain
+    from sigcam.fitting import FitResult as FitResult
+    from sigcam.fitting import balanced_bce as balanced_bce
+    from sigcam.fitting import fit as fit
+    from sigcam.models import load_classifier as load_classifier
+
+_ROOMS = {
+    "config": ("FitConfig",),
+    "data": ("Sample", "Samples", "open_dataset"),
+    "dual": ("Branches", "DualBranch", "attach", "load"),
+    "errors": ("AttachError", "CheckpointError", "DataError", "ModelError", "SigcamError"),
+    "explaining": ("Explanation", "explain"),
+    "fitting": ("FitResult", "balanced_bce", "fit"),
+    "models": ("load_classifier",),
+}
+_HOME = {name: room for room, names in _ROOMS.items() for name in names}
+__all__ = [*sorted(_HOME), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names come from their rooms on first use, so that `import sigcam` imports no torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'sigcam' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"sigcam.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

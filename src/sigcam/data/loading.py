@@ -1,0 +1,86 @@
+"""From samples to batches of tensors, in order, with unreadable pictures named instead of fatal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from sigcam.data import Sample, Samples
+from sigcam.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What could be read of `batch_size` neighbouring samples; images is (0, 3, 0, 0) when nothing could.
+
+    Args:
+        images: (B, 3, H, W), as the transform makes them.
+        labels: (B,) int64; None when a sample of the batch has no label.
+        indices: where each image is in the samples.
+        skipped: (id, reason) of each sample that could not be read.
+    """
+
+    images: Tensor
+    labels: Tensor | None
+    indices: list[int]
+    skipped: list[tuple[str, str]]
+
+
+def collect(
+    samples: Samples, transform: Callable[[Image.Image], Tensor], *, batch_size: int, workers: int = 0
+) -> Iterator[Batch]:
+    """The samples in order, one Batch per `batch_size` of them; those that raise DataError are in `skipped`.
+
+    Args:
+        transform: gives a (3, H, W) float tensor, of one size for all; picklable if there are workers.
+        workers: processes that decode; 0 decodes in this one.
+    """
+    loader = DataLoader(
+        _Readings(samples, transform),
+        batch_size=batch_size,
+        num_workers=workers,
+        collate_fn=_join,
+        generator=torch.Generator(),  # else every loop draws a seed from the caller's
+    )
+    yield from loader
+
+
+_Reading = tuple[int, Sample, Tensor | str]  # index, sample, its tensor or why there is none
+
+
+class _Readings(Dataset[_Reading]):
+    def __init__(self, samples: Samples, transform: Callable[[Image.Image], Tensor]) -> None:
+        self.samples = samples
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> _Reading:
+        sample = self.samples[index]
+        try:
+            picture = sample.open()
+        except DataError as error:
+            return index, sample, str(error)
+        return index, sample, self.transform(picture)
+
+
+def _join(readings: list[_Reading]) -> Batch:
+    images = [image for _, _, image in readings if isinstance(image, Tensor)]
+    read = [(index, sample) for index, sample, image in readings if isinstance(image, Tensor)]
+    labels = [sample.label for _, sample in read if sample.label is not None]
+    unlabelled = any(sample.label is None for _, sample, _ in readings)
+    return Batch(
+        images=torch.stack(images) if images else torch.empty(0, 3, 0, 0),
+        labels=None if unlabelled else torch.tensor(labels, dtype=torch.int64),
+        indices=[index for index, _ in read],
+        skipped=[(sample.id, reason) for _, sample, reason in readings if isinstance(reason, str)],
+    )

@@ -1,0 +1,273 @@
+"""fit: trains the sigmoid branch, and nothing else, with class-balanced binary cross-entropy (Eq. 12)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from sigcam.config import FitConfig
+from sigcam.data import Sample, Samples
+from sigcam.data.loading import collect
+from sigcam.dual import DualBranch
+from sigcam.errors import DataError
+
+log = logging.getLogger("sigcam")
+Progress = Callable[[str, int, int], None]  # stage, done, total (0: unknown)
+Data = Samples | Dataset[Any] | DataLoader[Any]
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What a fit did: the mean loss of each epoch, what it saw, and what it took."""
+
+    losses: tuple[float, ...]
+    images: int
+    label_counts: tuple[int, ...]
+    pos_weight: float
+    skipped: tuple[tuple[str, str], ...]
+    seconds: dict[str, float]
+
+
+def balanced_bce(logits: Tensor, labels: Tensor, pos_weight: float | None = None) -> Tensor:
+    """Eq. 12: mean binary cross-entropy over B x C, positives weighted C - 1.
+
+    Args:
+        labels: (B,) class indices, or (B, C) with 1 for each class that is present.
+        pos_weight: another weight. With one logit the default is negatives / positives among the labels.
+    """
+    targets = as_targets(labels, logits.shape[1]).to(logits)
+    if pos_weight is None:
+        pos_weight = default_pos_weight(targets)
+    return F.binary_cross_entropy_with_logits(logits, targets, pos_weight=logits.new_tensor(pos_weight))
+
+
+def as_targets(labels: Tensor, classes: int) -> Tensor:
+    """Labels as (B, C) zeros and ones; with one logit, labels are 0 and 1."""
+    if labels.ndim == 2 and labels.shape[1] == classes:
+        if not bool(((labels == 0) | (labels == 1)).all()):
+            raise DataError("labels of shape (B, C) must be 0 or 1: which classes are present.")
+        return labels
+    if labels.ndim != 1 or (labels.is_floating_point() and not bool((labels == labels.round()).all())):
+        raise DataError(
+            f"labels must be (B,) class indices or (B, {classes}) zeros and ones, not {tuple(labels.shape)}."
+        )
+    labels = labels.long()
+    most = max(classes, 2) - 1  # one logit tells two classes apart
+    if len(labels) and (int(labels.min()) < 0 or int(labels.max()) > most):
+        raise DataError(
+            f"labels run from {int(labels.min())} to {int(labels.max())}, the classifier's classes from 0 "
+            f"to {most}."
+        )
+    return labels[:, None] if classes == 1 else F.one_hot(labels, classes)
+
+
+def default_pos_weight(targets: Tensor) -> float:
+    """C - 1; with one logit, negatives / positives."""
+    if targets.shape[1] > 1:
+        return float(targets.shape[1] - 1)
+    positives = float(targets.sum())
+    return (targets.numel() - positives) / positives if 0 < positives < targets.numel() else 1.0
+
+
+def fit(
+    net: DualBranch,
+    data: Data,
+    config: FitConfig = FitConfig(),  # noqa: B008 (frozen)
+    *,
+    transform: Callable[[Any], Tensor] | None = None,
+    progress: Progress | None = None,
+) -> FitResult:
+    """Trains the sigmoid branch on features computed once per image and view; predictions stay what they
+    were.
+
+    Args:
+        data: `Samples`, or any torch Dataset or DataLoader that yields (images, labels).
+        transform: from a picture to a (3, H, W) tensor, for `Samples`; by default `net.transform`.
+        progress: called with (stage, done, total), for a bar.
+    """
+    started = time.perf_counter()
+    batches, total, skipped = _batches(net, data, config, transform)
+    pooled, labels = _extract(net, batches, config, total, progress)
+    extracted = time.perf_counter()
+    targets = as_targets(labels, net.classes)
+    counts = (
+        tuple(int(c) for c in targets.sum(0))
+        if net.classes > 1
+        else (int((targets == 0).sum()), int(targets.sum()))
+    )
+    present = sum(count > 0 for count in counts)
+    if present < 2:
+        raise DataError(f"all {len(labels)} images show one class: a branch learns from at least two.")
+    if present < len(counts):
+        log.warning(
+            "%d of %d classes have no image: their evidence will only ever say no.",
+            len(counts) - present,
+            len(counts),
+        )
+    pos_weight = default_pos_weight(targets) if config.pos_weight == "balanced" else float(config.pos_weight)
+    losses = _train(net, pooled, targets, pos_weight, config, progress)
+    net.fitted = True
+    net.recipe = asdict(config) | {"images": len(labels), "pos_weight": pos_weight, "final_loss": losses[-1]}
+    if isinstance(data, Samples) and net.class_names is None and len(data.classes) == max(net.classes, 2):
+        net.class_names = data.classes
+    if skipped:
+        log.warning(
+            "%d file(s) could not be read and were left out, the first: %s", len(skipped), skipped[0][1]
+        )
+    seconds = {"features": extracted - started, "training": time.perf_counter() - extracted}
+    return FitResult(losses, len(labels), counts, pos_weight, tuple(skipped), seconds)
+
+
+def match_classes(samples: Samples, classes: int, names: Sequence[str] | None) -> Samples:
+    """The samples with labels of the classifier: by name when both have names, by order when the counts
+    agree."""
+    if names and set(samples.classes) <= set(names):
+        place = {name: i for i, name in enumerate(names)}
+        moved = tuple(
+            sample if sample.label is None else _relabelled(sample, place[samples.classes[sample.label]])
+            for sample in samples
+        )
+        return Samples(moved, tuple(names))
+    if len(samples.classes) == max(classes, 2):
+        return samples
+    known = f" ({', '.join(list(names)[:3])}, ...)" if names else ""
+    raise DataError(
+        f"the data has {len(samples.classes)} classes ({', '.join(samples.classes[:3])}, ...), the "
+        "classifier "
+        f"{classes}{known}: name the folders after its classes, or train a head for yours with "
+        "`sigcam train-classifier --probe`."
+    )
+
+
+def _relabelled(sample: Sample, label: int) -> Sample:
+    return Sample(sample.id, sample.open, label, sample.boxes, sample.open_mask)
+
+
+def _batches(
+    net: DualBranch, data: Data, config: FitConfig, transform: Callable[[Any], Tensor] | None
+) -> tuple[Iterable[tuple[Tensor, Tensor]], int, list[tuple[str, str]]]:
+    """(images, labels) batches, how many images to expect (0: unknown), and the list that skips will be
+    added to."""
+    skipped: list[tuple[str, str]] = []
+    if isinstance(data, DataLoader):
+        try:
+            return data, len(data.dataset), skipped  # type: ignore[arg-type]
+        except TypeError:  # an iterable data set has no length
+            return data, 0, skipped
+    if isinstance(data, Samples):
+        transform = transform or net.transform
+        if transform is None:
+            raise DataError("samples need preprocessing: set net.transform, or fit(..., transform=...).")
+        samples = match_classes(data, net.classes, net.class_names)
+        return _read(samples, transform, config, skipped), len(samples), skipped
+    if not hasattr(data, "__getitem__") and not hasattr(data, "__iter__"):
+        raise DataError(f"fit takes Samples, a torch Dataset or a DataLoader, not {type(data).__name__}.")
+    loader = DataLoader(
+        data, batch_size=config.batch_size, num_workers=config.workers, generator=torch.Generator()
+    )
+    return loader, len(data) if hasattr(data, "__len__") else 0, skipped
+
+
+def _read(
+    samples: Samples, transform: Callable[[Any], Tensor], config: FitConfig, skipped: list[tuple[str, str]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    for batch in collect(samples, transform, batch_size=config.batch_size, workers=config.workers):
+        skipped += batch.skipped
+        if batch.labels is None:
+            raise DataError("fitting needs labelled samples.")
+        if len(batch.images):
+            yield batch.images, batch.labels
+
+
+@torch.no_grad()
+def _extract(
+    net: DualBranch,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    config: FitConfig,
+    total: int,
+    progress: Progress | None,
+) -> tuple[Tensor, Tensor]:
+    """Pooled features (views x images, ...) and labels (images, ...); the views follow one another."""
+    views: list[list[Tensor]] = [[] for _ in range(config.views)]
+    labels: list[Tensor] = []
+    done = 0
+    for item in batches:
+        if not isinstance(item, tuple | list) or len(item) < 2:
+            raise DataError("the data must yield (images, labels).")
+        images, label = item[0].to(net.device), torch.as_tensor(item[1])
+        for view, kept in enumerate(views):
+            kept.append(net(images.flip(-1) if view else images).pooled.float().cpu())
+        labels.append(label.cpu())
+        done += len(label)
+        if not bool(torch.isfinite(views[0][-1]).all()):
+            raise DataError(
+                f"features are not finite among images {done - len(label)} to {done - 1}: check images and "
+                "weights."
+            )
+        if progress:
+            progress("features", done, max(total, done))
+    if not labels:
+        raise DataError("there are no images to fit on.")
+    return torch.cat([torch.cat(view) for view in views]), torch.cat(labels)
+
+
+def _train(
+    net: DualBranch,
+    pooled: Tensor,
+    targets: Tensor,
+    pos_weight: float,
+    config: FitConfig,
+    progress: Progress | None,
+) -> tuple[float, ...]:
+    head = net.sigmoid
+    parameters = [p for p in head.parameters() if p.requires_grad]
+    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    was_training, losses, finite = head.training, list[float](), True
+    targets = targets.float().repeat(config.views, 1)
+    devices = [net.device] if net.device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(devices),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):  # the caller's RNG stays
+        torch.manual_seed(config.seed)
+        optimizer = torch.optim.Adam(parameters, lr=config.lr)
+        try:
+            head.train()
+            for epoch in range(config.epochs):
+                total = 0.0
+                for chosen in torch.randperm(len(pooled)).split(config.batch_size):
+                    logits = head.from_pooled(pooled[chosen].to(net.device, parameters[0].dtype)).float()
+                    loss = balanced_bce(logits, targets[chosen].to(net.device), pos_weight)
+                    penalty = (
+                        config.l2
+                        * sum((p.float() ** 2).sum() for p in parameters if p.ndim > 1)
+                        / net.classes
+                    )
+                    optimizer.zero_grad()
+                    (loss + penalty).backward()
+                    optimizer.step()
+                    total += float(loss.detach()) * len(chosen)
+                losses.append(total / len(pooled))
+                if progress:
+                    progress("training", epoch + 1, config.epochs)
+            finite = all(bool(torch.isfinite(p).all()) for p in parameters)
+        except BaseException:
+            head.load_state_dict(before)  # all or nothing
+            raise
+        finally:
+            head.train(was_training)
+            for parameter in parameters:
+                parameter.grad = None
+    if not finite:
+        head.load_state_dict(before)
+        raise DataError(f"training diverged at lr={config.lr}: try a smaller one.")
+    return tuple(losses)
