@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from sigcam.errors import AttachError, CheckpointError
-from sigcam.split import ACTIVATIONS, OUTPUT_ACTIVATIONS, Split, find_split, is_activation, is_norm
+from sigcam.heads import Init, Inputs, SigmoidHead, Tail, on_tensors, record_tail
+from sigcam.split import ACTIVATIONS, Split, find_split
 from sigcam.trace import Size, borrowed, logits_of
-
-Init = Literal["fresh", "copy"]
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # what one call of a head module was given
 
 
 @dataclass(frozen=True)
@@ -45,254 +42,6 @@ class Passage(Branches):
     image: Size
 
 
-# ------------------------------------------------------------------------------------ the sigmoid head
-
-
-@dataclass
-class Tail:
-    """The model's own steps from its output layers' outputs to its logits, activations left out, to be
-    repeated."""
-
-    steps: list[tuple[Callable[..., Any], Any, Any, int]] = field(default_factory=list)
-    slots: dict[int, int] = field(default_factory=dict)  # id of a recorded tensor -> slot
-    kept: list[Any] = field(default_factory=list)  # keeps those ids in use while recording
-    result: int = 0
-    batch: int = 1
-
-    def __call__(self, outputs: Sequence[Tensor]) -> Tensor:
-        values: dict[int, Any] = dict(enumerate(outputs))
-        for function, args, kwargs, slot in self.steps:
-            args, kwargs = pytree.tree_map(
-                lambda leaf: values[leaf.index] if isinstance(leaf, _Slot) else leaf, (args, kwargs)
-            )
-            if getattr(function, "__name__", "") in (
-                "view",
-                "reshape",
-                "expand",
-            ):  # sizes hold the recorded batch
-                args = pytree.tree_map(lambda leaf: len(outputs[0]) if leaf is _BATCH else leaf, args)
-            values[slot] = function(*args, **kwargs)
-        result = values[self.result]
-        assert isinstance(result, Tensor)
-        return result
-
-
-@dataclass(frozen=True)
-class _Slot:
-    index: int
-
-
-_BATCH = object()
-
-
-class _TailRecorder(TorchFunctionMode):
-    def __init__(self, tail: Tail, model: nn.Module) -> None:
-        super().__init__()
-        self.tail = tail
-        self.own = {id(t) for t in (*model.parameters(), *model.buffers())}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        tail, name = self.tail, getattr(func, "__name__", "")
-        leaves = pytree.tree_leaves((args, kwargs))
-        depends = any(isinstance(leaf, Tensor) and id(leaf) in tail.slots for leaf in leaves)
-        if not depends or not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(out)):
-            return out
-        if name in OUTPUT_ACTIVATIONS:
-            tail.slots[id(out)] = tail.slots[id(args[0])]  # left out: what follows reads its input
-            tail.kept.append(out)
-            return out
-
-        def reference(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                if id(leaf) in tail.slots:
-                    return _Slot(tail.slots[id(leaf)])
-                if leaf.numel() > 1 and id(leaf) not in self.own:
-                    raise AttachError(
-                        "the outputs of the heads are combined with other values of the same pass, so the "
-                        "branch "
-                        "cannot stand beside them. Name one head: attach(model, head='...')."
-                    )
-            return leaf
-
-        def size(leaf: Any) -> Any:
-            return _BATCH if type(leaf) is int and leaf == tail.batch else leaf
-
-        recorded, recorded_kwargs = pytree.tree_map(reference, (args, kwargs))
-        if name in ("view", "reshape", "expand") and len(recorded) > 1:
-            first = recorded[1]
-            first = (size(first[0]), *first[1:]) if isinstance(first, tuple | list) and first else size(first)
-            recorded = (recorded[0], first, *recorded[2:])
-        for leaf in pytree.tree_leaves(out):
-            tail.kept.append(leaf)
-        slot = len(tail.kept) + 1_000
-        tail.slots[id(out)] = slot
-        tail.kept.append(out)
-        tail.steps.append((func, recorded, recorded_kwargs, slot))
-        return out
-
-
-def record_tail(model: nn.Module, split: Split, example: Tensor) -> Tail:
-    """The tail after `split.last`, from one pass over the example."""
-    tail = Tail(batch=len(example))
-
-    def source(index: int) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-        def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-            with torch._C.DisableTorchFunction():
-                out = out.clone()  # an in-place activation must not rename the output layer's result
-            tail.slots[id(out)] = index
-            tail.kept.append(out)
-            return out
-
-        return hook
-
-    with torch.inference_mode(False), torch.no_grad(), borrowed(model) as handles:
-        for index, name in enumerate(split.last):
-            handles.append(model.get_submodule(name).register_forward_hook(source(index)))
-        with _TailRecorder(tail, model):
-            logits = logits_of(model(example), len(example))
-    if id(logits) not in tail.slots:
-        raise AttachError(
-            f"cannot follow {type(model).__name__} from {', '.join(split.last)} to its logits. "
-            "Name a module that returns them: attach(model, head='...')."
-        )
-    tail.result = tail.slots[id(logits)]
-    tail.slots, tail.kept = {}, []
-    return tail
-
-
-class SigmoidHead(nn.Module):
-    """Copies of the head modules with fresh layers, fed what the originals are fed; returns (B, C) logits."""
-
-    def __init__(self, heads: Sequence[nn.Module], *, classes: int, init: Init, seed: int) -> None:
-        super().__init__()
-        self.copies = nn.ModuleList(_copy(head) for head in heads)
-        self.classes = classes
-        self.tail: Tail | None = None  # None: the one copy returns the logits up to a reshape
-        self._widths: tuple[int, ...] = ()  # columns of `pooled` that belong to each copy
-        self._blanks: list[Inputs] = []  # one image's zero inputs, for running from `pooled`
-        generator = torch.Generator().manual_seed(seed)
-        for module in self.modules():
-            keep = is_norm(module)
-            for parameter in module.parameters(recurse=False):
-                parameter.requires_grad_(not keep and parameter.is_floating_point())
-                parameter.grad = None
-                if not keep and init == "fresh":
-                    _renew(parameter, generator)
-
-    def first_layers(self) -> list[nn.Module]:
-        """The first trainable layer of each copy."""
-        return [
-            next(m for m in c.modules() if any(p.requires_grad for p in m.parameters(recurse=False)))
-            for c in self.copies
-        ]
-
-    def forward(self, inputs: Sequence[Inputs]) -> tuple[Tensor, Tensor]:
-        """(logits (B, C), pooled), from what each head module was given."""
-        pooled: list[Tensor] = []
-        with _pre_hooks(self.first_layers(), [lambda m, args: pooled.append(args[0])] * len(self.copies)):
-            outputs = [c(*args, **kwargs) for c, (args, kwargs) in zip(self.copies, inputs, strict=True)]
-        joined = pooled[0] if len(pooled) == 1 else torch.cat(pooled, 1)
-        return self._finish(outputs), joined
-
-    def from_pooled(self, pooled: Tensor) -> Tensor:
-        """Logits (B, C) from `pooled`, skipping what stands before the first trainable layer."""
-        parts = pooled.split(self._widths, 1) if len(self.copies) > 1 else (pooled,)
-        outputs, rows = [], len(pooled)
-        for module, first, part, (args, kwargs) in zip(
-            self.copies, self.first_layers(), parts, self._blanks, strict=True
-        ):
-            if first is module:
-                outputs.append(module(part))
-                continue
-            blank = _on_tensors(lambda zero: zero.expand(rows, *zero.shape[1:]), (args, kwargs))
-            with _pre_hooks([first], [lambda m, args, part=part: (part, *args[1:])]):
-                outputs.append(module(*blank[0], **blank[1]))
-        return self._finish(outputs)
-
-    def remember(self, inputs: Sequence[Inputs]) -> None:
-        """Notes the shapes of one image's inputs, which `from_pooled` needs."""
-        self._blanks = _on_tensors(lambda leaf: torch.zeros_like(leaf[:1]), list(inputs))
-        widths: list[int] = []
-        with (
-            torch.no_grad(),
-            _pre_hooks(
-                self.first_layers(), [lambda m, args: widths.append(args[0].shape[1])] * len(self.copies)
-            ),
-        ):
-            for module, (args, kwargs) in zip(self.copies, inputs, strict=True):
-                module(*args, **kwargs)
-        self._widths = tuple(widths)
-
-    def leave_out_last_activation(self, inputs: Sequence[Inputs]) -> None:
-        """Replaces the activations that run after each copy's last layer by nothing: a logit may be
-        negative."""
-        for head, (args, kwargs) in zip(self.copies, inputs, strict=True):
-            order: list[nn.Module] = []
-            leaves = [m for m in head.modules() if not list(m.children())]
-            with (
-                _pre_hooks(leaves, [lambda m, args, seen=order: seen.append(m)] * len(leaves)),
-                torch.no_grad(),
-            ):
-                head(*_on_tensors(Tensor.clone, args), **kwargs)
-            last = max((i for i, m in enumerate(order) if any(True for _ in m.parameters())), default=-1)
-            for module in order[last + 1 :]:
-                if is_activation(module) and order.count(module) == 1:
-                    _replace(head, module, nn.Identity())
-
-    def _finish(self, outputs: list[Tensor]) -> Tensor:
-        logits = outputs[0] if self.tail is None else self.tail(outputs)
-        return logits.reshape(-1, self.classes)
-
-
-def _on_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
-
-
-def _copy(head: nn.Module) -> nn.Module:
-    twin = copy.deepcopy(head)
-    for module in twin.modules():
-        module._forward_hooks.clear()  # the user's hooks watch the user's head
-        module._backward_hooks.clear()
-        module._backward_pre_hooks.clear()
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if not type(hook).__module__.startswith(
-                "torch.nn.utils"
-            ):  # weight norm computes its weight in one
-                del module._forward_pre_hooks[key]
-    return twin.eval()
-
-
-@torch.no_grad()
-def _renew(parameter: nn.Parameter, generator: torch.Generator) -> None:
-    """Normal(0, 0.01) for weights, 0 for biases (PROTOCOL 1.5)."""
-    if parameter.ndim < 2:
-        parameter.zero_()
-    else:
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.01)
-
-
-def _replace(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    for parent in root.modules():
-        for name, child in parent.named_children():
-            if child is old:
-                setattr(parent, name, new)
-
-
-@contextmanager
-def _pre_hooks(modules: Sequence[nn.Module], hooks: Sequence[Callable[..., Any]]) -> Iterator[None]:
-    """Hooks on modules of our own."""
-    handles = [m.register_forward_pre_hook(hook) for m, hook in zip(modules, hooks, strict=True)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 # ----------------------------------------------------------------------------------------- the network
 
 
@@ -307,6 +56,7 @@ class DualBranch(nn.Module):
         super().__init__()
         self.sigmoid = sigmoid
         self.split = split
+        self.named: dict[str, str | None] = {"head": None, "layer": None}  # what the user told `attach`
         self.fitted = False
         self.class_names: tuple[str, ...] | None = None
         self.recipe: dict[str, Any] = {}
@@ -318,14 +68,14 @@ class DualBranch(nn.Module):
         self.inline = True  # gradients from the same pass; False: recording them changes the arithmetic
         self.forced = False  # the model leaves F under a no_grad of its own
         self._softmax_tail: Tail | None = None
-        self.__dict__["_model"] = (model,)  # not registered: it stays the user's
+        self.model = model
         self.eval()
 
-    @property
-    def model(self) -> nn.Module:
-        """The user's classifier."""
-        model: nn.Module = self.__dict__["_model"][0]
-        return model
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("model", "transform"):  # modules, but the user's: not registered
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
 
     @property
     def head(self) -> nn.Module | tuple[nn.Module, ...]:
@@ -358,7 +108,7 @@ class DualBranch(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DualBranch:
         self.model._apply(fn, recurse)  # net.to(device) moves both, or the two could not meet
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.sigmoid._blanks = _on_tensors(fn, self.sigmoid._blanks)
+        self.sigmoid._blanks = on_tensors(fn, self.sigmoid._blanks)
         return self
 
     def forward(self, images: Tensor) -> Branches:
@@ -370,7 +120,7 @@ class DualBranch(nn.Module):
     def run(self, images: Tensor, *, grad: bool = False) -> Passage:
         """One pass. With `grad`, both heads' logits can be differentiated with respect to `.cut`."""
         recording = torch.is_grad_enabled()
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), _casting_anew():
             images = images.clone() if images.is_inference() else images
             tap = self._tap(images, grad=grad and self.inline)
             bare = tap.logits
@@ -389,7 +139,7 @@ class DualBranch(nn.Module):
         tap = _Tap(self, grad)
         with ExitStack() as stack:
             handles = stack.enter_context(borrowed(self.model))
-            handles += tap.hooks()
+            tap.hook_into(handles)
             if self.split.activation or (grad and self.forced):
                 stack.enter_context(tap)
             stack.enter_context(torch.no_grad())  # also what ends the recording that a hook began
@@ -399,13 +149,13 @@ class DualBranch(nn.Module):
 
     def save(self, path: str | Path) -> None:
         """Writes the branch alone, with what is needed to check that it fits, as safetensors."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         path = Path(path)
         about = {
             "fingerprint": fingerprint(self.model),
             "heads": list(self.split.heads),
-            "layer": self.split.layer,
+            "named": self.named,
             "classes": self.classes,
             "class_names": list(self.class_names) if self.class_names else None,
             "fitted": self.fitted,
@@ -416,12 +166,13 @@ class DualBranch(nn.Module):
         }
         temporary = path.with_name(path.name + ".part")
         try:
-            save_file(tensors, temporary, metadata={"sigcam-branch": json.dumps(about)})
+            temporary.write_bytes(save(tensors, metadata={"sigcam-branch": json.dumps(about)}))
             temporary.replace(path)
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {error.strerror or error}.") from error
         finally:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink()
 
     def __repr__(self) -> str:
         state = "fitted" if self.fitted else "not fitted"
@@ -450,17 +201,15 @@ class _Tap(TorchFunctionMode):
         assert self._cut is not None
         return self._cut
 
-    def hooks(self) -> list[Any]:
+    def hook_into(self, handles: list[Any]) -> None:
+        """Registers our hooks, each into the list as it is made, so that an error leaves none behind."""
         model, split = self.net.model, self.net.split
-        handles = [model.get_submodule(split.layer).register_forward_hook(self.at_layer)]
+        handles.append(model.get_submodule(split.layer).register_forward_hook(self.at_layer))
         for name in split.heads:
             head = model.get_submodule(name)
             handles.append(head.register_forward_pre_hook(self.before_head, with_kwargs=True))
-        if self.net._softmax_tail is not None:
-            handles += [
-                model.get_submodule(name).register_forward_hook(self.after_last) for name in split.last
-            ]
-        return handles
+        last = split.last if self.net._softmax_tail is not None else ()
+        handles.extend(model.get_submodule(name).register_forward_hook(self.after_last) for name in last)
 
     def at_layer(self, module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
         if threading.get_ident() != self.thread:
@@ -484,7 +233,7 @@ class _Tap(TorchFunctionMode):
 
     def before_head(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if threading.get_ident() == self.thread:
-            self.inputs.append(_on_tensors(Tensor.clone, (args, kwargs)))
+            self.inputs.append(on_tensors(Tensor.clone, (args, kwargs)))
 
     def after_last(self, module: nn.Module, args: Any, out: Tensor) -> None:
         if threading.get_ident() == self.thread:
@@ -513,6 +262,18 @@ class _Tap(TorchFunctionMode):
                 f"head {split.heads[0]!r} did not run once in this pass, as it did when sigcam was attached."
             )
         return self
+
+
+@contextmanager
+def _casting_anew() -> Iterator[None]:
+    """Autocast keeps no cast weights: ours change when fitted, and the user's must not lose their graph to a
+    pass without gradient."""
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)
 
 
 # ------------------------------------------------------------------------------------- attach and load
@@ -544,22 +305,26 @@ def attach(
         model = inner
     if not isinstance(model, nn.Module):
         raise AttachError(f"attach needs a torch.nn.Module, not {type(given).__name__}.")
-    split, example = find_split(model, head=head, layer=layer, example=example, seed=seed)
-    heads = [model.get_submodule(name) for name in split.heads]
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), _casting_anew():
+        if example is not None and example.is_inference():
+            example = example.clone()
+        split, example = find_split(model, head=head, layer=layer, example=example, seed=seed)
+        heads = [model.get_submodule(name) for name in split.heads]
         sigmoid = SigmoidHead(heads, classes=split.classes, init=init, seed=seed)
         net = DualBranch(model, split, sigmoid)
+        net.named = {"head": head, "layer": layer}
         if not split.whole:
             sigmoid.tail = record_tail(model, split, example)
         if split.output == "probabilities":
             net._softmax_tail = sigmoid.tail or record_tail(model, split, example)
         with torch.no_grad():
             inputs = net._tap(example, grad=False).inputs
-        sigmoid.leave_out_last_activation(inputs)
-        sigmoid.remember(inputs)
+        sigmoid.prepare(inputs)
         _choose_gradients(net, example)
         net.linear = frozenset(b for b in ("softmax", "sigmoid") if _is_gap_linear(net, b, example))
-    net.transform = getattr(given, "transform", None)
+    transform = getattr(given, "transform", None)
+    if callable(transform) and transform not in list(given.modules()):  # a layer may bear that name
+        net.transform = transform
     return net
 
 
@@ -625,16 +390,21 @@ def load(path: str | Path, model: nn.Module, *, example: Tensor | None = None) -
         raise CheckpointError(
             f"{path} is a safetensors file, but not a sigcam branch: make one with `sigcam fit`."
         )
-    about = json.loads(metadata["sigcam-branch"])
-    net = attach(model, layer=about["layer"] if _has_module(model, about["layer"]) else None, example=example)
+    try:
+        about = json.loads(metadata["sigcam-branch"])
+        named, heads, classes = about["named"], about["heads"], about["classes"]
+        wanted, names, recipe, fitted = (about[k] for k in ("fingerprint", "class_names", "recipe", "fitted"))
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{path} does not say what it was fitted to: make it anew.") from None
+    known = {name: value for name, value in named.items() if value is None or _has_module(model, value)}
+    net = attach(model, head=known.get("head"), layer=known.get("layer"), example=example)
     name = type(net.model).__name__
-    if about["classes"] != net.classes or about["heads"] != list(net.split.heads):
+    if known != named or classes != net.classes or heads != list(net.split.heads):
         raise CheckpointError(
-            f"{path} was fitted to a head {', '.join(about['heads'])} with {about['classes']} classes; this "
-            f"{name} has "
+            f"{path} was fitted to a head {', '.join(heads)} with {classes} classes; this {name} has "
             f"{', '.join(net.split.heads)} with {net.classes}. Load it onto the model it was fitted to."
         )
-    if about["fingerprint"] != fingerprint(net.model):
+    if wanted != fingerprint(net.model):
         raise CheckpointError(
             f"{path} was fitted to a {name} with other weights, so its maps would mean nothing here. "
             "Load it onto the model it was fitted to, or fit again."
@@ -648,8 +418,8 @@ def load(path: str | Path, model: nn.Module, *, example: Tensor | None = None) -
         raise CheckpointError(
             f"{path} does not fit this {name}: {' '.join(str(error).split())[:200]}"
         ) from error
-    net.class_names = tuple(about["class_names"]) if about["class_names"] else None
-    net.recipe, net.fitted = about["recipe"], about["fitted"]
+    net.class_names = tuple(names) if names else None
+    net.recipe, net.fitted = recipe, fitted
     return net
 
 

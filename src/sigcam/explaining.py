@@ -8,7 +8,8 @@ import json
 import logging
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from sigcam.draw import overlay, with_boxes
 from sigcam.dual import DualBranch, Passage
 from sigcam.errors import DataError
 from sigcam.methods import METHODS, method_name
-from sigcam.probe import Branch, Probe, Target, branch_logits, class_score, resize, unit_range
+from sigcam.probe import Branch, Probe, Target, branch_logits, class_score, full, resize, unit_range
 from sigcam.trace import Size
 
 log = logging.getLogger("sigcam")
@@ -92,13 +93,20 @@ class Explanation:
             return drawn
         return [with_boxes(d, b.tolist()) for d, b in zip(drawn, self.boxes(boxes), strict=True)]
 
-    def save(self, folder: str | Path, names: Sequence[str] | None = None) -> list[Path]:
-        """Writes overlays (PNG), maps (NPY) and scores (explanation.json); returns the overlays' paths."""
+    def save(
+        self, folder: str | Path, names: Sequence[str] | None = None, *, threshold: float | None = None
+    ) -> list[Path]:
+        """Writes overlays (PNG), maps (NPY) and scores (explanation.json); returns the overlays' paths.
+
+        Args:
+            names: of the files, without ending; by default 0000, 0001, ...
+            threshold: draws the box at this threshold on the overlay.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         names = names or [f"{i:04d}" for i in range(len(self))]
         written = []
-        for stem, picture, values in zip(names, self.overlay(), self.maps, strict=True):
+        for stem, picture, values in zip(names, self.overlay(boxes=threshold), self.maps, strict=True):
             written.append(folder / f"{stem}.png")
             picture.save(written[-1])
             np.save(folder / f"{stem}.npy", values.detach().cpu().float().numpy())
@@ -136,7 +144,7 @@ class Explanation:
         assert self.images is not None
         flat = (
             self.images.detach().float().flatten(1)
-        )  # shown between their own extremes: the mean and std are unknown
+        )  # shown between their extremes: mean and std are unknown
         low, high = flat.amin(1)[:, None, None, None], flat.amax(1)[:, None, None, None]
         shown = (255 * (self.images.detach().float() - low) / (high - low).clamp(min=1e-12)).byte().cpu()
         shown = shown[:, :3] if shown.shape[1] >= 3 else shown[:, :1].expand(-1, 3, -1, -1)
@@ -151,8 +159,8 @@ class Explanation:
             first = {k: v[0] if isinstance(v, list) else v for k, v in row.items()}
             cells.append(
                 f"<figure style='display:inline-block;margin:4px'><img src='data:image/png;base64,{source}'>"
-                f"<figcaption>{first['class_name']}<br>probability {first['probability']:.3f}, evidence "
-                f"{first['evidence']:.3f}{'<br>blank map' if first['blank'] else ''}</figcaption></figure>"
+                f"<figcaption>{escape(first['class_name'])}<br>probability {first['probability']:.3f}, "
+                f"evidence {first['evidence']:.3f}{'<br>blank map' if first['blank'] else ''}</figcaption></figure>"
             )
         return "".join(cells)
 
@@ -182,6 +190,37 @@ def explain(
         scale: "unit" is each map from 0 to 1; "raw" is signed, in logits: no ReLU, no scaling.
         size: "image" (default), "features" keeps P x Q (default for "all"), or (height, width).
     """
+    batch, pictures = _as_batch(net, images)
+    passage = net.run(batch, grad=True)
+    found = explain_passage(
+        net,
+        passage,
+        method,
+        branch=branch,
+        clamp=clamp,
+        classes=classes,
+        target=target,
+        scale=scale,
+        size=size,
+    )
+    for note in found.notes:
+        log.warning(note)
+    return replace(found, pictures=pictures, images=batch)
+
+
+def explain_passage(
+    net: DualBranch,
+    passage: Passage,
+    method: str = "grad-cam",
+    *,
+    branch: Branch = "sigmoid",
+    clamp: bool | None = None,
+    classes: Classes = None,
+    target: Target = class_score,
+    scale: Scale = "unit",
+    size: Literal["image", "features"] | Size | None = None,
+) -> Explanation:
+    """As `explain`, from what `net.run(images, grad=True)` gave: one pass serves any number of them."""
     name = method_name(method)
     if branch not in ("sigmoid", "softmax", "centred"):
         raise DataError(f"unknown branch {branch!r}: there are sigmoid, softmax and centred.")
@@ -189,8 +228,6 @@ def explain(
         clamp = branch == "sigmoid" and scale == "unit"  # the softmax baseline keeps its signed weights
     if branch == "sigmoid" and not net.fitted:
         _warn_unfitted(net)
-    batch, pictures = _as_batch(net, images)
-    passage = net.run(batch, grad=True)
     with torch.inference_mode(False), torch.no_grad():
         chosen, several = _choose_classes(net, passage, classes)  # (B, K)
         if size is None:
@@ -212,11 +249,9 @@ def explain(
             low = (kept * probe.features).sum(1)  # M  (B, P, Q)
             maps.append(finish(low, name, (out[0], out[1]), scale))
             shares.append(share)
-            notes += _why_blank(maps[-1], weights, low, clamp)
+            notes += _why_blank(maps[-1], weights, low, clamp, asked=column >= 0)
         stacked = torch.stack(maps, 1) * (chosen >= 0)[:, :, None, None]  # (B, K, H, W)
         scores = Scores.of(net, passage, branch, chosen)
-    for note in dict.fromkeys(notes):
-        log.warning(note)
 
     def shape(values: Tensor) -> Tensor:
         return values if several else values[:, 0]
@@ -235,16 +270,17 @@ def explain(
         clamp=clamp,
         scale=scale,
         class_names=net.class_names,
-        pictures=pictures,
-        images=batch,
     )
 
 
 def finish(maps: Tensor, method: str, size: Size, scale: Scale) -> Tensor:
     """Low-resolution maps to score maps (PROTOCOL 4.3): path A for cam, path B for every other method."""
     if method == "cam":
-        maps = resize(maps, size, "bicubic")
-        return maps if scale == "raw" else unit_range(maps)
+        if scale == "raw":
+            return resize(maps, size, "bicubic")
+        flat = maps.flatten(1)
+        varied = (flat.amax(1) > flat.amin(1))[:, None, None]  # rounding in the resize would be stretched
+        return unit_range(resize(torch.where(varied, maps, 0.0), size, "bicubic"))
     if scale == "raw":
         return resize(maps, size, "bilinear")
     maps = unit_range(maps.relu(), eps=1e-7)
@@ -263,13 +299,10 @@ class Scores:
     @staticmethod
     def of(net: DualBranch, passage: Passage, branch: Branch, chosen: Tensor) -> Scores:
         """The softmax head's probability, the sigmoid branch's evidence, and the branch's logit."""
-        explained, evidence = (branch_logits(passage, b).detach().float() for b in (branch, "sigmoid"))
-        if net.split.output == "probabilities":
-            probability = passage.softmax.float()
-        elif net.classes == 1:
-            probability = passage.softmax.float().sigmoid()
-        else:
-            probability = passage.softmax.float().softmax(1)
+        explained, evidence = (full(branch_logits(passage, b).detach()) for b in (branch, "sigmoid"))
+        probability = full(passage.softmax)
+        if net.split.output == "logits":
+            probability = probability.sigmoid() if net.classes == 1 else probability.softmax(1)
         index = chosen.clamp(min=0)
         if net.classes == 1:
             sign = 2 * index - 1
@@ -351,9 +384,9 @@ def _positive_share(weights: Tensor, features: Tensor) -> Tensor:
     return products.clamp(min=0).sum(1) / products.abs().sum(1).clamp(min=1e-30)
 
 
-def _why_blank(maps: Tensor, weights: Tensor, low: Tensor, clamp: bool) -> list[str]:
+def _why_blank(maps: Tensor, weights: Tensor, low: Tensor, clamp: bool, asked: Tensor) -> list[str]:
     notes = []
-    for i in (~maps.flatten(1).any(1)).nonzero().flatten().tolist():
+    for i in (~maps.flatten(1).any(1) & asked).nonzero().flatten().tolist():
         if not bool(torch.isfinite(low[i]).all()):
             why = "its values are not finite: check the model's weights"
         elif not bool(weights[i].count_nonzero()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -93,11 +94,16 @@ def fit(
         transform: from a picture to a (3, H, W) tensor, for `Samples`; by default `net.transform`.
         progress: called with (stage, done, total), for a bar.
     """
+    if config.epochs < 1 or config.batch_size < 1 or config.views not in (1, 2):
+        raise DataError(f"epochs and batch_size must be 1 or more, views 1 or 2: {config}.")
     started = time.perf_counter()
     batches, total, skipped = _batches(net, data, config, transform)
-    pooled, labels = _extract(net, batches, config, total, progress)
+    with _seeded(config.seed, net.device):
+        pooled, targets = _extract(net, batches, config, total, progress)
+    if not len(targets):
+        unread = f": none of {len(skipped)} could be read, the first: {skipped[0][1]}" if skipped else "."
+        raise DataError(f"there are no images to fit on{unread}")
     extracted = time.perf_counter()
-    targets = as_targets(labels, net.classes)
     counts = (
         tuple(int(c) for c in targets.sum(0))
         if net.classes > 1
@@ -105,7 +111,7 @@ def fit(
     )
     present = sum(count > 0 for count in counts)
     if present < 2:
-        raise DataError(f"all {len(labels)} images show one class: a branch learns from at least two.")
+        raise DataError(f"all {len(targets)} images show one class: a branch learns from at least two.")
     if present < len(counts):
         log.warning(
             "%d of %d classes have no image: their evidence will only ever say no.",
@@ -113,9 +119,10 @@ def fit(
             len(counts),
         )
     pos_weight = default_pos_weight(targets) if config.pos_weight == "balanced" else float(config.pos_weight)
-    losses = _train(net, pooled, targets, pos_weight, config, progress)
+    with _seeded(config.seed, net.device):
+        losses = _train(net, pooled, targets, pos_weight, config, progress)
     net.fitted = True
-    net.recipe = asdict(config) | {"images": len(labels), "pos_weight": pos_weight, "final_loss": losses[-1]}
+    net.recipe = asdict(config) | {"images": len(targets), "pos_weight": pos_weight, "final_loss": losses[-1]}
     if isinstance(data, Samples) and net.class_names is None and len(data.classes) == max(net.classes, 2):
         net.class_names = data.classes
     if skipped:
@@ -123,7 +130,7 @@ def fit(
             "%d file(s) could not be read and were left out, the first: %s", len(skipped), skipped[0][1]
         )
     seconds = {"features": extracted - started, "training": time.perf_counter() - extracted}
-    return FitResult(losses, len(labels), counts, pos_weight, tuple(skipped), seconds)
+    return FitResult(losses, len(targets), counts, pos_weight, tuple(skipped), seconds)
 
 
 def match_classes(samples: Samples, classes: int, names: Sequence[str] | None) -> Samples:
@@ -195,28 +202,53 @@ def _extract(
     total: int,
     progress: Progress | None,
 ) -> tuple[Tensor, Tensor]:
-    """Pooled features (views x images, ...) and labels (images, ...); the views follow one another."""
+    """Pooled features (views x images, ...) and targets (images, C); the views follow one another."""
     views: list[list[Tensor]] = [[] for _ in range(config.views)]
-    labels: list[Tensor] = []
+    targets: list[Tensor] = []
     done = 0
     for item in batches:
-        if not isinstance(item, tuple | list) or len(item) < 2:
-            raise DataError("the data must yield (images, labels).")
-        images, label = item[0].to(net.device), torch.as_tensor(item[1])
+        images, target = _checked(item, net.classes)
+        images = images.to(net.device)
         for view, kept in enumerate(views):
             kept.append(net(images.flip(-1) if view else images).pooled.float().cpu())
-        labels.append(label.cpu())
-        done += len(label)
+        targets.append(target)
+        done += len(target)
         if not bool(torch.isfinite(views[0][-1]).all()):
             raise DataError(
-                f"features are not finite among images {done - len(label)} to {done - 1}: check images and "
+                f"features are not finite among images {done - len(target)} to {done - 1}: check images and "
                 "weights."
             )
         if progress:
             progress("features", done, max(total, done))
-    if not labels:
-        raise DataError("there are no images to fit on.")
-    return torch.cat([torch.cat(view) for view in views]), torch.cat(labels)
+    if not targets:
+        return torch.empty(0), torch.empty(0, net.classes)
+    return torch.cat([torch.cat(view) for view in views]), torch.cat(targets)
+
+
+def _checked(item: Any, classes: int) -> tuple[Tensor, Tensor]:
+    """One batch of the data as images (B, 3, H, W) and targets (B, C) on the CPU."""
+    if not isinstance(item, tuple | list) or len(item) < 2:
+        raise DataError(f"the data must yield (images, labels), not {type(item).__name__}.")
+    images, labels = item[0], item[1]
+    if not isinstance(images, Tensor) or images.ndim != 4:
+        seen = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+        raise DataError(f"the data must yield images as (B, C, H, W) tensors, not {seen}.")
+    try:
+        labels = torch.as_tensor(labels).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise DataError(f"labels must be numbers, not {str(labels)[:60]}.") from None
+    targets = as_targets(labels, classes)
+    if len(targets) != len(images):
+        raise DataError(f"the data yields {len(images)} images with {len(targets)} labels.")
+    return images, targets
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers from the seed inside; the caller's go on after it as if nothing had been drawn."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def _train(
@@ -232,13 +264,11 @@ def _train(
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
     was_training, losses, finite = head.training, list[float](), True
     targets = targets.float().repeat(config.views, 1)
-    devices = [net.device] if net.device.type == "cuda" else []
     with (
-        torch.random.fork_rng(devices),
         torch.inference_mode(False),
         torch.enable_grad(),
-    ):  # the caller's RNG stays
-        torch.manual_seed(config.seed)
+        torch.autocast(net.device.type, enabled=False),
+    ):
         optimizer = torch.optim.Adam(parameters, lr=config.lr)
         try:
             head.train()
@@ -247,13 +277,9 @@ def _train(
                 for chosen in torch.randperm(len(pooled)).split(config.batch_size):
                     logits = head.from_pooled(pooled[chosen].to(net.device, parameters[0].dtype)).float()
                     loss = balanced_bce(logits, targets[chosen].to(net.device), pos_weight)
-                    penalty = (
-                        config.l2
-                        * sum((p.float() ** 2).sum() for p in parameters if p.ndim > 1)
-                        / net.classes
-                    )
+                    squares = sum((p.float() ** 2).sum() for p in parameters if p.ndim > 1 and config.l2)
                     optimizer.zero_grad()
-                    (loss + penalty).backward()
+                    (loss + config.l2 * squares / net.classes).backward()
                     optimizer.step()
                     total += float(loss.detach()) * len(chosen)
                 losses.append(total / len(pooled))

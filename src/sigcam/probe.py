@@ -19,6 +19,11 @@ Branch = Literal["sigmoid", "softmax", "centred"]
 Target = Callable[[Tensor, Tensor], Tensor]  # logits (B, C), classes (B,) -> scores (B,)
 
 
+def full(tensor: Tensor) -> Tensor:
+    """The tensor in float32, or in float64 if it came so: maps are never computed in half precision."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
 def class_score(logits: Tensor, classes: Tensor) -> Tensor:
     """The class's own logit, (B,); with one logit, class 1 is that logit and class 0 its negative."""
     if logits.shape[1] == 1:
@@ -57,8 +62,8 @@ class Probe:
 
     @cached_property
     def features(self) -> Tensor:
-        """F (B, N, P, Q), float32."""
-        return self.passage.features.detach().float()
+        """F (B, N, P, Q), at least float32."""
+        return full(self.passage.features.detach())
 
     @cached_property
     def logits(self) -> Tensor:
@@ -74,8 +79,8 @@ class Probe:
     def grads(self) -> Tensor:
         """d scores / d F, (B, N, P, Q), float32; of the sum over the batch, so that images stay
         independent."""
-        (gradient,) = torch.autograd.grad(self.scores.float().sum(), self.passage.cut, retain_graph=True)
-        return self.net.split.fold(gradient, self.passage.image).float()
+        (gradient,) = torch.autograd.grad(full(self.scores).sum(), self.passage.cut, retain_graph=True)
+        return full(self.net.split.fold(gradient, self.passage.image))
 
     @cached_property
     def head_weight(self) -> Tensor:
@@ -89,7 +94,7 @@ class Probe:
                 f"{type(self.net.model).__name__} is not "
                 "global average pooling + linear on its features. Use 'grad-cam', which needs no such form."
             )
-        weight = found[0].detach().float()  # (C, N)
+        weight = full(found[0].detach())  # (C, N)
         if self.branch == "centred":
             weight = weight - weight.mean(0)
         if len(weight) == 1:

@@ -1,14 +1,15 @@
 """Where a classifier splits: which module is its head, which output is F, how F folds to (B, N, P, Q).
 
-One probing pass records what every module returns. The *output layers* are the last layers with parameters on
-the way to the logits. F is the last spatial output before them through which gradient still reaches the grid;
-the head is the outermost module around the output layer that starts after F and returns the logits.
+One probing pass records what every module returns. The *output layers* are the last layers with a weight
+matrix on the way to the logits. F is the last spatial output before them through which gradient still reaches
+the grid; the head is the outermost module around the output layer that starts after F and returns the logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
 import torch
@@ -17,38 +18,20 @@ from torch import Tensor, nn
 from sigcam.errors import AttachError
 from sigcam.trace import Output, Size, Trace, default_examples, logits_of, run_traced
 
-Layout = Literal["NCHW", "NHWC", "NLC"]
+Layout = Literal["NCHW", "NHWC", "NLC", "LNC"]  # here N is the batch, C the channels, L the tokens
 
 MAX_PREFIX_TOKENS = 32  # class, distillation and register tokens in front of a grid
-ACTIVATIONS = frozenset(
-    name + suffix
-    for name in (
-        *(
-            "relu",
-            "relu6",
-            "leaky_relu",
-            "prelu",
-            "rrelu",
-            "elu",
-            "selu",
-            "celu",
-            "silu",
-            "gelu",
-            "mish",
-            "softplus",
-        ),
-        *("hardswish", "hardsigmoid", "hardtanh", "tanh", "sigmoid", "logsigmoid", "softsign", "threshold"),
-        *("clamp", "clip"),
-    )
-    for suffix in ("", "_")
+_ACTIVATIONS = (
+    "relu relu6 leaky_relu prelu rrelu elu selu celu silu gelu mish softplus hardswish hardsigmoid hardtanh "
+    "tanh sigmoid logsigmoid softsign threshold clamp clip"
 )
+ACTIVATIONS = frozenset(name + suffix for name in _ACTIVATIONS.split() for suffix in ("", "_"))
 OUTPUT_ACTIVATIONS = ACTIVATIONS | {"softmax", "log_softmax", "softmin"}
 
 
 @dataclass(frozen=True)
 class Fold:
-    """How a layer's output folds to (B, N, P, Q): its layout, its tokens before the grid, and the grid
-    probed."""
+    """How a layer's output folds to (B, N, P, Q): its layout, tokens before the grid, and the grid probed."""
 
     layout: Layout
     grid: Size
@@ -61,7 +44,7 @@ class Fold:
             return output
         if self.layout == "NHWC":
             return output.permute(0, 3, 1, 2)
-        tokens = output[:, self.prefix :]  # (B, P*Q, N)
+        tokens = (output if self.layout == "NLC" else output.transpose(0, 1))[:, self.prefix :]  # (B, P*Q, N)
         rows, columns = self.grid_at(tokens.shape[1], image)
         return tokens.transpose(1, 2).reshape(len(tokens), -1, rows, columns)
 
@@ -70,9 +53,8 @@ class Fold:
         if tokens == self.grid[0] * self.grid[1] and image == self.image:
             return self.grid
         wanted = self.grid[0] * image[0] / self.image[0]
-        rows = min(
-            (rows for rows in range(1, tokens + 1) if tokens % rows == 0), key=lambda rows: abs(rows - wanted)
-        )
+        divisors = (rows for rows in range(1, tokens + 1) if tokens % rows == 0)
+        rows = min(divisors, key=lambda rows: abs(rows - wanted))
         return rows, tokens // rows
 
 
@@ -83,14 +65,13 @@ class Split:
     Args:
         heads: the head module; several where the model combines several outputs (a distilled DeiT).
         whole: the one head module returns the logits up to a reshape, so its copy does too. Otherwise the
-            model's
-            own steps from the head modules' outputs to the logits are repeated with the copies' outputs.
-        last: the output layers inside the heads: the last layers with parameters, with C outputs each.
+            model's own steps from the output layers' outputs to the logits are repeated with the copies'.
+        last: the output layers inside the heads: the last layers with a weight matrix, with C outputs each.
         layer: the module whose output is F, at its `call`-th call of a pass.
         activation: F is taken after the functional activation that follows the layer.
         classes: number of logits, C.
         output: "probabilities" if the model returns a softmax or a sigmoid instead of logits.
-        spatial: other layers whose output folds to a map and gets gradient, with N, P, Q; the last is F.
+        spatial: layers whose output folds to a map and gets gradient, with N, P, Q; the last is F.
     """
 
     heads: tuple[str, ...]
@@ -114,24 +95,25 @@ def find_split(
     seed: int = 0,
 ) -> tuple[Split, Tensor]:
     """The split of the model, and the example it was found with; AttachError says what cannot be told."""
-    names = dict(model.named_modules())
+    names = [name for name, _ in model.named_modules() if name]
     for argument, name in (("head", head), ("layer", layer)):
         if name is not None and name not in names:
-            raise AttachError(
-                f"{argument}={name!r} is not a module of {type(model).__name__}{_nearest(name, names)}."
-            )
+            close = ", ".join(map(repr, get_close_matches(name, names, n=3, cutoff=0.4)))
+            hint = f": did you mean {close}?" if close else f". Its modules: {_listed(names)}."
+            raise AttachError(f"{argument}={name!r} is not a module of {type(model).__name__}{hint}")
     example, trace, output = _probe(model, example, seed)
     logits = logits_of(output, len(example))
     if not bool(torch.isfinite(logits).all()):
         raise AttachError(
-            f"{type(model).__name__} returns NaN or infinite logits for a random input: check its weights."
+            f"{type(model).__name__} returns NaN or infinite logits for a random input: check its weights, "
+            "or pass an input that it knows: attach(model, example=...)."
         )
     return _Finder(model, trace, logits, (example.shape[-2], example.shape[-1])).split(head, layer), example
 
 
 def _probe(model: nn.Module, example: Tensor | None, seed: int) -> tuple[Tensor, Trace, Any]:
     failure: Exception | None = None
-    tried: list[Size] = []
+    tried: dict[str, None] = {}
     for candidate in [example] if example is not None else default_examples(model, seed):
         if candidate.ndim != 4:
             raise AttachError(f"example must be (1, C, H, W), not {tuple(candidate.shape)}.")
@@ -140,53 +122,49 @@ def _probe(model: nn.Module, example: Tensor | None, seed: int) -> tuple[Tensor,
         except AttachError:
             raise
         except Exception as error:  # any user network, any failure: the next size, then one line
-            failure, tried = failure or error, [*tried, (candidate.shape[-2], candidate.shape[-1])]
-    what = " ".join(str(failure).split())[:200]
-    sizes = ", ".join(f"{h}x{w}" for h, w in tried)
+            failure = failure or error
+            tried["x".join(map(str, candidate.shape[1:]))] = None
     raise AttachError(
-        f"{type(model).__name__} could not be run on a random image of {sizes} ({type(failure).__name__}: "
-        f"{what}). "
+        f"{type(model).__name__} could not be run on a random image of {_listed(tried)} "
+        f"({type(failure).__name__}: {' '.join(str(failure).split())[:200]}). "
         "Pass one that it takes: attach(model, example=tensor of (1, C, H, W))."
     ) from failure
 
 
-def _nearest(name: str, names: Mapping[str, Any]) -> str:
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, [n for n in names if n], n=3, cutoff=0.4)
-    return f": did you mean {', '.join(map(repr, close))}?" if close else ""
+def _listed(words: Mapping[str, Any] | list[str], most: int = 10) -> str:
+    return ", ".join(list(words)[:most]) + (", ..." if len(words) > most else "")
 
 
 # -------------------------------------------------------------------------------------------- deciding
+
+Spatial = list[tuple[Output, Fold]]
 
 
 class _Finder:
     """Decides from one trace."""
 
     def __init__(self, model: nn.Module, trace: Trace, logits: Tensor, image: Size) -> None:
-        self.model, self.trace, self.logits, self.image = model, trace, logits, image
-        self.names = dict(model.named_modules())
+        self.trace, self.logits, self.image = trace, logits, image
         self.kind = type(model).__name__
-        self.classes = logits.shape[1]
-        self.calls: dict[str, int] = {}
-        for output in trace.outputs:
-            self.calls[output.name] = max(self.calls.get(output.name, 0), output.call)
+        self.batch, self.classes = logits.shape
+        self.calls = {output.name: output.call for output in trace.outputs}  # the last one counts them
 
     def split(self, head: str | None, layer: str | None) -> Split:
-        last = self.named_head(head) if head is not None else self.output_layers()
+        last = [self.named_head(head)] if head is not None else self.output_layers("")
         candidates = self.candidates(last)
         alive = self.alive(candidates, last)
-        chosen = (
-            self.named_layer(layer, candidates, alive) if layer is not None else self.frontier(alive, last)
-        )
+        if layer is not None:
+            chosen, fold = self.named_layer(layer, last, candidates, alive)
+        else:
+            chosen, fold = self.frontier(alive, last)
         where = self.outermost(chosen)
-        heads, whole = self.heads(last, where.name, named=head is not None)
-        spatial = list[tuple[str, int, int, int]]()
-        for output, fold in alive:
-            n, p, q = fold(output.tensor, self.image).shape[1:]
-            if self.outermost(output) is output and output.end <= chosen.end:
-                spatial.append((output.name, n, p, q))
-        fold = next(fold for output, fold in candidates if output.value == chosen.value)
+        if head is None:
+            heads, whole = self.heads(last, where.name)
+        else:
+            heads, whole = (head,), self.returns_logits(last[0])
+            inner = self.output_layers(head) if whole else []
+            last = inner if len(inner) == 1 else last
+        before = [(o, f(o.tensor, self.image).shape[1:]) for o, f in alive if o.end <= chosen.end]
         return Split(
             heads=heads,
             whole=whole,
@@ -197,73 +175,80 @@ class _Finder:
             fold=fold,
             classes=self.classes,
             output=self.output_kind(),
-            spatial=tuple(spatial),
+            spatial=tuple((o.name, n, p, q) for o, (n, p, q) in before if self.outermost(o) is o),
         )
 
     # --- the head
 
-    def output_layers(self) -> list[Output]:
-        """The last layers with parameters before the logits; each must have C outputs."""
-        operations = [o for o in self.trace.outputs if _is_operation(o.module)]
-        gradients = _gradients(self.logits, [o.tensor for o in operations])
-        reaching = [o for o, g in zip(operations, gradients, strict=True) if g is not None]
+    def output_layers(self, inside: str) -> list[Output]:
+        """The last layers with a weight matrix before the logits, `inside` a module; each with C outputs."""
+        layers = [o for o in self.trace.outputs if self.is_layer(o.module) and _within(o.name, inside)]
+        gradients = _gradients(self.logits, [o.tensor for o in layers])
+        reaching = [o for o, g in zip(layers, gradients, strict=True) if g is not None]
         ancestors = self.ancestry(reaching)
         last = [o for o in reaching if not any(o.value in ancestors[p.value] for p in reaching if p is not o)]
-        without = (
-            f"{self.kind} has no head with parameters: its {tuple(self.logits.shape)} output is not made by "
-            "a layer "
-            f"with {self.classes} outputs. Is it a feature extractor (num_classes=0)? Give it a classifier, "
-            "or name "
-            "the module: attach(model, head='...')."
-        )
-        if not last or any(is_norm(o.module) or not _has_outputs(o, self.classes) for o in last):
-            raise AttachError(without)
+        if not last or not all(_has_outputs(o, self.classes) for o in last):
+            raise AttachError(
+                f"{self.kind} has no head with parameters: its {tuple(self.logits.shape)} output is not made "
+                f"by a layer with {self.classes} outputs. Is it a feature extractor (num_classes=0)? Give it "
+                "a classifier, or name the module: attach(model, head='...')."
+            )
+        twice = next((o.name for o in last if self.calls[o.name] > 1), None)
+        if twice is not None:
+            raise AttachError(
+                f"the output layer {twice!r} of {self.kind} runs {self.calls[twice]} times in one pass. Put "
+                "what makes the logits of these into one module and name it: attach(model, head='...')."
+            )
         return last
 
-    def named_head(self, name: str) -> list[Output]:
-        outputs = [o for o in self.trace.outputs if o.name == name]
-        if not outputs:
-            raise AttachError(f"head={name!r} did not run, or returned no tensor, in a pass of {self.kind}.")
-        if not any(True for _ in outputs[-1].module.parameters()):
-            raise AttachError(f"head={name!r} ({type(outputs[-1].module).__name__}) has no parameters.")
-        if not _has_outputs(outputs[-1], self.classes):
+    def is_layer(self, module: nn.Module) -> bool:
+        """Has a weight matrix of its own, and no children with parameters unless the matrix is C wide."""
+        named = [(name.split("."), p) for name, p in module.named_parameters()]
+        own = [p for path, p in named if len(path) == 1 or path[0] == "parametrizations"]
+        matrices = [p for p in own if p.ndim > 1]
+        if not matrices or is_norm(module):
+            return False
+        return len(own) == len(named) or any(p.ndim == 2 and self.classes in p.shape for p in matrices)
+
+    def named_head(self, name: str) -> Output:
+        able = [o for o in self.trace.outputs if _has_parameters(o.module) and _has_outputs(o, self.classes)]
+        able_names = _listed([repr(o.name) for o in able[::-1] if o.name], most=3)
+        valid = f"Modules with {self.classes} outputs: {able_names or 'none'}."
+        output = next((o for o in reversed(self.trace.outputs) if o.name == name), None)
+        if output is None:
+            raise AttachError(f"head={name!r} did not run, or returned no tensor. {valid}")
+        if output not in able:
+            what = f"head={name!r} ({type(output.module).__name__})"
             raise AttachError(
-                f"head={name!r} returns {tuple(outputs[-1].tensor.shape)}, but {self.kind} has "
-                f"{self.classes} logits."
+                f"{what} returns {tuple(output.tensor.shape)}, not {self.classes} logits. {valid}"
+                if _has_parameters(output.module)
+                else f"{what} has no parameters. {valid}"
             )
-        return [outputs[-1]]
+        return output
 
-    def heads(self, last: list[Output], layer: str, *, named: bool) -> tuple[tuple[str, ...], bool]:
-        """The outermost module that starts after F and returns the logits; else the output layers
-        themselves."""
-        names = tuple(o.name for o in last)
-        if len(last) > 1:
-            return names, False
-        if named:
-            return names, self.returns_logits(last[0])
-        found = None
-        for output in self.trace.outputs:  # inner modules return before the ones around them
-            around = output.name == names[0] or names[0].startswith(output.name + ".")
-            holds_layer = output.name == "" or layer == output.name or layer.startswith(output.name + ".")
-            if around and not holds_layer and self.calls[output.name] == 1 and self.returns_logits(output):
-                found = output.name
-        if found is None or self.activated_in_passing(last[0], found):
-            return names, False
-        return (found,), True
+    def heads(self, last: list[Output], layer: str) -> tuple[tuple[str, ...], bool]:
+        """The outermost module that starts after F and returns the logits; else those around each output
+        layer that return what it does."""
+        for output in reversed(self.trace.outputs):  # the ones around return after the inner ones
+            around = all(_within(o.name, output.name) for o in last) and not _within(layer, output.name)
+            if around and self.calls[output.name] == 1 and self.returns_logits(output):
+                if self.activated_in_passing(last[-1].end, output.name):
+                    break
+                return (output.name,), True
+        return tuple(self.outermost(o).name for o in last), False
 
-    def activated_in_passing(self, last: Output, head: str) -> bool:
-        """Whether an activation after the output layer is no module of the head, which its copy could leave
-        out."""
+    def activated_in_passing(self, time: int, head: str) -> bool:
+        """Whether an activation after that time is no module of the head, which a copy could leave out."""
         left_out = [
-            o
+            (o.start, o.end)
             for o in self.trace.outputs
-            if o.start > last.end
-            and o.name.startswith(head + ".")
+            if o.start > time
+            and _within(o.name, head)
             and is_activation(o.module)
             and self.calls[o.name] == 1
         ]
-        after = (c for c in self.trace.calls if c.time > last.end and c.name in OUTPUT_ACTIVATIONS)
-        return any(not any(o.start < call.time < o.end for o in left_out) for call in after)
+        after = [c.time for c in self.trace.calls if c.time > time and c.name in OUTPUT_ACTIVATIONS]
+        return any(not any(start < t < end for start, end in left_out) for t in after)
 
     def returns_logits(self, output: Output) -> bool:
         return output.tensor.numel() == self.logits.numel() and torch.equal(
@@ -271,18 +256,17 @@ class _Finder:
         )
 
     def output_kind(self) -> Literal["logits", "probabilities"]:
-        rows = self.logits.detach().double()
         if self.classes == 1:
-            made_by = [c.name for c in self.trace.calls if c.output == self.trace.value(self.logits)]
+            value = self.trace.value(self.logits)
+            made_by = [call.name for call in self.trace.calls if value in call.outputs]
             return "probabilities" if "sigmoid" in made_by else "logits"
-        sums_to_one = torch.allclose(
-            rows.sum(1), torch.ones(len(rows), dtype=rows.dtype, device=rows.device), atol=1e-3
-        )
+        rows = self.logits.detach().double()
+        sums_to_one = torch.allclose(rows.sum(1), torch.ones_like(rows[:, 0]), atol=1e-3)
         return "probabilities" if bool((rows >= 0).all()) and sums_to_one else "logits"
 
     # --- the features
 
-    def candidates(self, last: list[Output]) -> list[tuple[Output, Fold]]:
+    def candidates(self, last: list[Output]) -> Spatial:
         """Outputs before the head that fold to a map, pooling left out, in order of return."""
         begin = min(o.start for o in last)
         grids, found = list[Size](), dict[int, Fold]()
@@ -290,42 +274,46 @@ class _Finder:
         for output in self.trace.outputs:
             if output.end > begin:
                 continue
-            fold = self.fold_of(output, grids)
-            if fold is None:
+            fold = self.fold_of(output, grids, {fold.prefix for fold in found.values()})
+            has_parameters = _has_parameters(output.module)
+            fed = next((found[value] for value in output.inputs if value in found), None)
+            if fold is None or not (has_parameters or fed):
                 continue
-            if fold.layout != "NLC":
+            if fold.layout in ("NCHW", "NHWC"):
                 grids.append(fold.grid)
             if _is_pooling(output.module):
                 pooled.add(output.value)
-            has_parameters = any(True for _ in output.module.parameters())
-            follows = any(value in found for value in output.inputs) and not has_parameters
-            if not has_parameters and (not follows or self.calls[output.name] > 1):
-                # a step without parameters counts as an activation of the layer before it, once per pass
-                continue
-            if follows and fold != found[next(value for value in output.inputs if value in found)]:
-                continue  # it moved the cells (a permute, a resize)
-            found.setdefault(output.value, fold)
-            outputs.append(output)
+            # a step without parameters counts as an activation of the layer before it: once per pass, no
+            # cell moved (by a permute, a resize)
+            if has_parameters or (self.calls[output.name] == 1 and fold == fed):
+                found.setdefault(output.value, fold)
+                outputs.append(output)
         linear = [o for o in outputs if o.tensor.ndim == 3 and isinstance(o.module, nn.Linear)]
         kept = [o for o in outputs if o not in linear] or outputs  # a projection inside attention is no layer
         return [(o, found[o.value]) for o in kept if o.value not in pooled]
 
-    def fold_of(self, output: Output, grids: Sequence[Size]) -> Fold | None:
+    def fold_of(self, output: Output, grids: list[Size], prefixes: set[int]) -> Fold | None:
+        """How the output folds, given the grids of maps and the numbers of prefix tokens seen before it."""
         shape = tuple(output.tensor.shape)
-        if len(shape) == 4:
+        if len(shape) == 4 and shape[0] == self.batch:
             first, last = self.plausible(shape[2], shape[3]), self.plausible(shape[1], shape[2])
-            normalises_last = getattr(output.module, "normalized_shape", None) == (shape[3],)
-            if last and (not first or normalises_last):
-                return Fold("NHWC", (shape[1], shape[2]), self.image)
-            return Fold("NCHW", (shape[2], shape[3]), self.image) if first else None
-        if len(shape) != 3:
+            if getattr(output.module, "normalized_shape", None) == (shape[3],) != (shape[1],):
+                first = False  # it normalises the last axis, which therefore holds channels
+            if first:
+                return Fold("NCHW", (shape[2], shape[3]), self.image)
+            return Fold("NHWC", (shape[1], shape[2]), self.image) if last else None
+        if len(shape) != 3 or self.batch not in shape[:2]:
             return None
+        layout: Layout = "NLC" if shape[0] == self.batch else "LNC"
+        tokens = shape[1] if layout == "NLC" else shape[0]
         fits = list[Fold]()
         for halvings in range(7):  # stages may merge tokens 2x2 after the last map that was seen as one
             for rows, columns in grids or self.regular_grids():
                 p, q = -(-rows // 2**halvings), -(-columns // 2**halvings)
-                if p * q > 1 and 0 <= shape[1] - p * q <= MAX_PREFIX_TOKENS:
-                    fits.append(Fold("NLC", (p, q), self.image, prefix=shape[1] - p * q))
+                if p * q > 1 and 0 <= tokens - p * q <= MAX_PREFIX_TOKENS:
+                    fits.append(Fold(layout, (p, q), self.image, prefix=tokens - p * q))
+        if tokens in prefixes:
+            return None  # the tokens that stood in front of a grid, by themselves
         return min(fits, key=lambda fold: fold.prefix, default=None)
 
     def plausible(self, rows: int, columns: int) -> bool:
@@ -340,140 +328,113 @@ class _Finder:
     def regular_grids(self) -> list[Size]:
         """Grids that a stride dividing both sides gives: patches cut without a convolution."""
         height, width = self.image
-        return [
-            (height // s, width // s)
-            for s in range(1, min(height, width) + 1)
-            if not (height % s or width % s)
-        ]
+        strides = (s for s in range(1, min(height, width) + 1) if not (height % s or width % s))
+        return [(height // s, width // s) for s in strides]
 
-    def alive(self, candidates: list[tuple[Output, Fold]], last: list[Output]) -> list[tuple[Output, Fold]]:
+    def alive(self, candidates: Spatial, last: list[Output]) -> Spatial:
         """The candidates whose grid gets gradient from what enters the head (a CLS-pooled last block's does
-        not)."""
-        entering = [value for output in last for value in output.inputs]
-        tensors = [t for t, _, value in self.trace._values.values() if value in entering and t.requires_grad]
-        if not tensors:
-            tensors = [self.logits]
-        generator = torch.Generator().manual_seed(0)
-        score = sum(
-            (t.double() * torch.randn(t.shape, generator=generator).to(t.device, torch.double)).sum()
-            for t in tensors
-        )
-        assert isinstance(score, Tensor)
-        gradients = _gradients(score, [output.tensor for output, _ in candidates])
-        return [
-            (output, fold)
-            for (output, fold), gradient in zip(candidates, gradients, strict=True)
-            if gradient is not None and bool(fold(gradient, self.image).count_nonzero())
-        ]
+        not); of several heads, from as many as any."""
+        reached = [0] * len(candidates)
+        for layer in last:
+            entering = self.trace.tensors(set(layer.inputs)) or [self.logits]
+            generator = torch.Generator().manual_seed(0)
+            noise = [torch.randn(t.shape, generator=generator).to(t.device, torch.double) for t in entering]
+            score = torch.stack([(t.double() * n).sum() for t, n in zip(entering, noise, strict=True)]).sum()
+            gradients = _gradients(score, [output.tensor for output, _ in candidates])
+            for index, gradient in enumerate(gradients):
+                fold = candidates[index][1]
+                if gradient is not None and bool(fold(gradient, self.image).count_nonzero()):
+                    reached[index] += 1
+        return [pair for pair, heads in zip(candidates, reached, strict=True) if 0 < heads == max(reached)]
 
-    def frontier(self, alive: list[tuple[Output, Fold]], last: list[Output]) -> Output:
-        """The last spatial output; where several end side by side, the last one that all of them come
-        from."""
-        outputs = [output for output, _ in alive]
-        if not outputs:
+    def frontier(self, alive: Spatial, last: list[Output]) -> tuple[Output, Fold]:
+        """The last spatial output; where several end side by side, the last that all of them come from."""
+        if not alive:
             raise AttachError(
                 f"no layer of {self.kind} before its head {last[0].name!r} gives a map (B, N, P, Q) that "
-                "gets gradient. "
-                "Name one: attach(model, layer='...')."
+                "gets gradient. Name one: attach(model, layer='...')."
             )
-        ancestors = self.ancestry(outputs)
-        ends = {o.value for o in outputs} - set[int]().union(*(ancestors[o.value] for o in outputs))
+        ancestors = self.ancestry([output for output, _ in alive])
+        ends = set(ancestors).difference(*ancestors.values())
         if len(ends) == 1:
-            return next(o for o in outputs if o.value in ends)
+            return next((o, fold) for o, fold in alive if o.value in ends)
         common = set.intersection(*(ancestors[value] for value in ends))
-        shared = [o for o in outputs if o.value in common]
+        shared = [(o, fold) for o, fold in alive if o.value in common]
         if shared:
             return shared[-1]
-        names = ", ".join(repr(self.outermost(o).name) for o in outputs if o.value in ends)
+        names = ", ".join(dict.fromkeys(repr(self.outermost(o).name) for o, _ in alive if o.value in ends))
         raise AttachError(
             f"several layers of {self.kind} feed its head: {names}. Name one: attach(model, layer='...')."
         )
 
     def named_layer(
-        self, name: str, candidates: list[tuple[Output, Fold]], alive: list[tuple[Output, Fold]]
-    ) -> Output:
-        valid = ", ".join(dict.fromkeys(repr(self.outermost(o).name) for o, _ in alive[-3:]))
-        outputs = [o for o in self.trace.outputs if o.name == name]
-        if not outputs:
-            raise AttachError(
-                f"layer={name!r} did not run, or returned no tensor. Layers that give a map: {valid}."
-            )
-        output = outputs[-1]
-        fold = self.fold_of(output, [f.grid for _, f in candidates if f.layout != "NLC"])
+        self, name: str, last: list[Output], candidates: Spatial, alive: Spatial
+    ) -> tuple[Output, Fold]:
+        names = dict.fromkeys(repr(self.outermost(o).name) for o, _ in alive[::-1])
+        valid = f"Layers that do: {_listed(names, most=3)}."
+        output = next((o for o in reversed(self.trace.outputs) if o.name == name), None)
+        if output is None:
+            raise AttachError(f"layer={name!r} did not run, or returned no tensor, so gives no map. {valid}")
+        maps = [fold.grid for _, fold in candidates if fold.layout in ("NCHW", "NHWC")]
+        fold = self.fold_of(output, maps, {fold.prefix for _, fold in candidates})
         if fold is None:
             raise AttachError(
                 f"layer={name!r} ({type(output.module).__name__}) returns {tuple(output.tensor.shape)}, "
-                "which does not "
-                f"fold to a map. Layers that do: {valid}."
+                f"which does not fold to a map. {valid}"
             )
-        if not self.alive([(output, fold)], self.output_layers()):
-            raise AttachError(f"layer={name!r} gets no gradient on its grid. Layers that do: {valid}.")
-        candidates.append((output, fold))
-        return output
+        if not self.alive([(output, fold)], last):
+            raise AttachError(f"layer={name!r} gets no gradient on its grid. {valid}")
+        return output, fold
 
     def outermost(self, output: Output) -> Output:
         """The outermost module that returned this very tensor and runs once per pass."""
         same = [
             o for o in self.trace.outputs if o.value == output.value and self.calls[o.name] == 1 and o.name
         ]
-        bare = {id(o): not any(True for _ in o.module.parameters()) for o in same}
-        return min(same, key=lambda o: (bare[id(o)], o.name.count(".")), default=output)
+        return min(same, key=lambda o: (not _has_parameters(o.module), o.name.count(".")), default=output)
 
     def activation_after(self, output: Output) -> bool:
-        """Whether a functional activation (or a shared activation module) is the next step on this output."""
-        next_call = next((call for call in self.trace.calls if output.value in call.inputs), None)
-        return next_call is not None and next_call.name in ACTIVATIONS
+        """Whether a functional activation (or a shared activation module) is the only step on this output."""
+        steps = [call.name for call in self.trace.calls if output.value in call.inputs]
+        return len(steps) == 1 and steps[0] in ACTIVATIONS
 
     def ancestry(self, outputs: list[Output]) -> dict[int, set[int]]:
-        """For each output's value, the values among these that it was computed from (by the autograd
-        graph)."""
-        node_values: dict[Any, set[int]] = {}
+        """For each output's value, the values among these that it was computed from, by autograd's graph."""
+        values_at: dict[Any, set[int]] = {}
         for output in outputs:
-            node = output.tensor.grad_fn
-            if node is None:
-                node = _leaf_node(output.tensor)
-            node_values.setdefault(node, set()).add(output.value)
+            values_at.setdefault(_node(output.tensor), set()).add(output.value)
         above: dict[Any, set[int]] = {}
-        stack = [(node, False) for node in node_values]
+        stack = [(node, False) for node in values_at]
         while stack:
             node, done = stack.pop()
             parents = [parent for parent, _ in node.next_functions if parent is not None]
             if done:
-                above[node] = set[int]().union(*(above[p] | node_values.get(p, set()) for p in parents))
+                above[node] = set[int]().union(*(above[p] | values_at.get(p, set()) for p in parents))
             elif node not in above:
                 stack += [(node, True), *((p, False) for p in parents if p not in above)]
-        result = dict[int, set[int]]()
-        for node, values in node_values.items():
-            for value in values:
-                result[value] = result.get(value, set()) | above[node] - {value}
-        return result
+        return {value: above[node] - {value} for node, values in values_at.items() for value in values}
 
 
-def _leaf_node(tensor: Tensor) -> Any:
-    """The node under which autograd accumulates into a leaf."""
-    return tensor.view_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+def _node(tensor: Tensor) -> Any:
+    """The tensor's node in the autograd graph; a leaf's is the one that would accumulate its gradient."""
+    return tensor.grad_fn or tensor.view_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def _gradients(score: Tensor, tensors: list[Tensor]) -> list[Tensor | None]:
+    if not tensors:
+        return []
     with torch.inference_mode(False), torch.enable_grad():
-        return (
-            list(torch.autograd.grad(score.sum(), tensors, allow_unused=True, retain_graph=True))
-            if tensors
-            else []
-        )
+        return list(torch.autograd.grad(score.sum(), tensors, allow_unused=True, retain_graph=True))
 
 
-def _is_operation(module: nn.Module) -> bool:
-    """Has parameters of its own, and no children that have some: a layer, not a container."""
-    own = any(True for _ in module.parameters(recurse=False))
-    return own and not any(True for child in module.children() for _ in child.parameters())
+def _within(name: str, module: str) -> bool:
+    """Whether the module of that name is the other one, or inside it."""
+    return module in ("", name) or name.startswith(module + ".")
 
 
 def is_activation(module: nn.Module) -> bool:
-    """A module without parameters and children from torch's own activations, a softmax included."""
-    return type(module).__module__ == "torch.nn.modules.activation" and not any(
-        True for _ in module.parameters()
-    )
+    """One of torch's own activations without parameters, a softmax included."""
+    return type(module).__module__ == "torch.nn.modules.activation" and not _has_parameters(module)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -482,11 +443,14 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def _is_pooling(module: nn.Module) -> bool:
-    return "pool" in type(module).__name__.lower() and not any(True for _ in module.parameters())
+    return "pool" in type(module).__name__.lower() and not _has_parameters(module)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
 
 
 def _has_outputs(output: Output, classes: int) -> bool:
-    shape = output.tensor.shape
-    return (
-        shape[-1] == classes or (len(shape) > 1 and shape[1] == classes) or (classes == 1 and len(shape) == 1)
-    )
+    """Whether the output has C channels, last or after the batch; one channel may be squeezed off."""
+    shape = tuple(output.tensor.shape)
+    return classes in (shape[-1:] + shape[1:2]) or (classes == 1 and len(shape) < 2)

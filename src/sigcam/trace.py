@@ -1,5 +1,4 @@
-"""Running a user's network under watch: in eval mode, alone, with every module's output and every step
-noted."""
+"""Running a user's network under watch: in eval mode, alone, every module's output and every step noted."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,11 +18,10 @@ from sigcam.errors import AttachError
 
 Size = tuple[int, int]  # height, width
 SIZES_TO_TRY = (224, 32, 28, 64, 96, 128, 256, 299, 384)  # after what the model itself declares
+MAX_IMAGE_CHANNELS = 16  # a convolution with more inputs does not read the image
 
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
-_LOCKS_GUARD = (
-    threading.Lock()
-)  # two networks around one model must share one lock, so it cannot live in either
+_LOCKS_GUARD = threading.Lock()  # networks around one model share one lock, so it cannot live in either
 
 
 def lock_of(model: nn.Module) -> threading.RLock:
@@ -50,11 +49,11 @@ def borrowed(model: nn.Module) -> Iterator[list[Any]]:
 
 def logits_of(output: Any, batch: int) -> Tensor:
     """The (B, C) logits in what a model returned: a tensor, a tuple, a dict, or an object with `.logits`."""
-    found: Any = output
+    found = output
     if isinstance(output, Mapping):
         tensors = [value for value in output.values() if isinstance(value, Tensor)]
         named = [output[key] for key in ("logits", "out", "output", "pred", "preds") if key in output]
-        found = named[0] if named else (tensors[0] if tensors else output)
+        found = next(iter(named + tensors), output)
     elif not isinstance(output, Tensor) and hasattr(output, "logits"):
         found = output.logits
     elif isinstance(output, tuple | list) and output:
@@ -62,18 +61,16 @@ def logits_of(output: Any, batch: int) -> Tensor:
     if not isinstance(found, Tensor):
         raise AttachError(
             f"the model returned {type(output).__name__}, in which no logits were found. Let it return a "
-            "tensor, "
-            "a tuple that starts with it, a dict with 'logits', or an object with .logits."
+            "tensor, a tuple that starts with it, a dict with 'logits', or an object with .logits."
         )
-    if found.ndim == 1 and len(found) == batch:
-        return found[:, None]  # one logit per image, squeezed
+    if found.ndim < 2 and (batch == 1 or found.shape == (batch,)):
+        return found.reshape(batch, -1)  # squeezed: one logit per image, or one image
     if found.ndim > 2 and found.shape[2:].numel() == 1:
-        return found.flatten(1)
+        found = found.flatten(1)
     if found.ndim != 2 or len(found) != batch:
         raise AttachError(
             f"the model returned {tuple(found.shape)} for {batch} image(s), not (B, C) logits: sigcam "
-            "explains "
-            "image classifiers."
+            "explains image classifiers. Attach one, or let this model return its logits first."
         )
     return found
 
@@ -94,11 +91,11 @@ class Output:
 
 @dataclass
 class Call:
-    """One torch function that ran while probing."""
+    """One torch function that ran while probing and returned tensors."""
 
     name: str
     inputs: tuple[int, ...]
-    output: int | None
+    outputs: tuple[int, ...]
     time: int
 
 
@@ -127,23 +124,26 @@ class Trace(TorchFunctionMode):
             self._next += 1
         return known[2]
 
+    def tensors(self, values: set[int]) -> list[Tensor]:
+        """The tensors that carry these values and are part of the graph."""
+        return [t for t, _, value in self._values.values() if value in values and t.requires_grad]
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name.startswith("__") or name in ("size", "dim", "detach", "requires_grad_"):
-            return func(*args, **(kwargs or {}))
-        inputs = tuple(self.value(a) for a in _tensors(args))
-        out = func(*args, **(kwargs or {}))
-        self.clock += 1
-        self.calls.append(
-            Call(name, inputs, self.value(out) if isinstance(out, Tensor) else None, self.clock)
-        )
+        inputs = tuple(self.value(tensor) for tensor in tensors_in((args, kwargs or {})))
+        with torch.inference_mode(False), torch.enable_grad():  # whatever the model itself has switched off
+            out = func(*args, **(kwargs or {})) if name != "detach" else args[0].view_as(args[0])
+        made = tuple(self.value(tensor) for tensor in tensors_in(out))
+        if made:
+            self.clock += 1
+            self.calls.append(Call(name, inputs, made, self.clock))
         return out
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.clock += 1
-        entered = tuple(self.value(tensor) for tensor in _tensors((args, kwargs)))
+        entered = tuple(self.value(tensor) for tensor in tensors_in((args, kwargs)))
         self._open.setdefault(module, []).append((self.clock, entered))
 
     def leave(self, name: str, module: nn.Module, out: Any) -> Any:
@@ -152,13 +152,11 @@ class Trace(TorchFunctionMode):
         call = self._counts[name] = self._counts.get(name, 0) + 1
         if not isinstance(out, Tensor) or not out.dtype.is_floating_point:
             return None
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
             handed_up = self._passed.get(id(out)) == out._version
-            if not out.requires_grad:  # a trunk that runs under no_grad inside the model: start a graph here
+            if not out.requires_grad:  # the model cut its own graph: start another one here
                 out = out.detach().clone().requires_grad_()
-            passed_on = (
-                out if handed_up else out.clone()
-            )  # a copy, so that an in-place step leaves ours alone
+            passed_on = out if handed_up else out.clone()  # so that an in-place step leaves ours alone
         value = self.value(out)
         self._values[id(passed_on)] = (passed_on, passed_on._version, value)
         self._passed[id(passed_on)] = passed_on._version
@@ -166,15 +164,16 @@ class Trace(TorchFunctionMode):
         return passed_on
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and mappings."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif isinstance(tree, tuple | list):
         for value in tree:
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def run_traced(model: nn.Module, example: Tensor) -> tuple[Trace, Any]:
@@ -201,7 +200,7 @@ def _leave(trace: Trace, name: str) -> Callable[[nn.Module, Any, Any], Any]:
 def default_examples(model: nn.Module, seed: int) -> Iterator[Tensor]:
     """Random (1, C, H, W) inputs to probe with: sizes the model declares first, then usual ones."""
     weight = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
-    channels, sizes = 3, list[Size]()
+    channels, sizes = list[int](), list[Size]()
     for module in model.modules():
         for holder in (getattr(module, "patch_embed", None), module):  # timm's own size, torchvision's ViT
             for attribute in ("img_size", "image_size"):
@@ -210,23 +209,17 @@ def default_examples(model: nn.Module, seed: int) -> Iterator[Tensor]:
             if isinstance(cfg, Mapping) and len(cfg.get("input_size") or ()) == 3:
                 sizes += _as_size(cfg["input_size"][1:])
         sizes += _as_size(getattr(getattr(module, "config", None), "image_size", None))
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            channels = module.in_channels
-            break
+        if isinstance(module, nn.Conv2d) and module.in_channels <= MAX_IMAGE_CHANNELS:
+            channels.append(module.in_channels)
     generator = torch.Generator().manual_seed(seed)
-    for height, width in dict.fromkeys(sizes + [(size, size) for size in SIZES_TO_TRY]):
-        noise = torch.randn(1, channels, height, width, generator=generator)
+    every_size = dict.fromkeys(sizes + [(size, size) for size in SIZES_TO_TRY])
+    for depth, (height, width) in product(dict.fromkeys([*channels, 3, 1]), every_size):
+        noise = torch.randn(1, depth, height, width, generator=generator)
         yield noise.to(device=weight.device, dtype=weight.dtype)
 
 
 def _as_size(value: Any) -> list[Size]:
     if isinstance(value, int) and value > 1:
         return [(value, value)]
-    if (
-        isinstance(value, tuple | list)
-        and len(value) == 2
-        and all(isinstance(v, int) and v > 1 for v in value)
-    ):
-        return [(value[0], value[1])]
-    return []
+    pair = tuple(value) if isinstance(value, tuple | list) else ()
+    return [pair] if len(pair) == 2 and all(isinstance(v, int) and v > 1 for v in pair) else []

@@ -1,0 +1,87 @@
+"""What the commands print: tables, files left out, and progress with an ETA."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+
+def show_skips(skipped: Sequence[tuple[str, str]]) -> None:
+    """Names the first files that were left out, and counts them."""
+    for name, reason in skipped[:5]:
+        typer.echo(f"left out {name}: {reason}", err=True)
+    if len(skipped) > 5:
+        typer.echo(f"left out {len(skipped)} files in all", err=True)
+
+
+def show_report(facts: dict[str, Any], skipped: Sequence[tuple[str, str]], as_json: bool) -> None:
+    """The numbers of a run, as a table or as JSON."""
+    if as_json:
+        typer.echo(json.dumps(facts, indent=1))
+        return
+    show_table("result", [(k, f"{v:.4f}" if isinstance(v, float) else str(v)) for k, v in facts.items()])
+    show_skips(skipped)
+
+
+def show_table(title: str, rows: Sequence[Sequence[object]], header: tuple[str, ...] = ()) -> None:
+    """A table on stdout; cells fold where the terminal is narrow."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, show_header=bool(header), title_justify="left")
+    for i in range(len(header) or 2):
+        table.add_column(header[i] if header else "", overflow="fold")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar with an ETA on a terminal, plain lines elsewhere; both on stderr."""
+    if not sys.stderr.isatty():
+        yield _plain_lines()
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("ETA"), TimeRemainingColumn(), console=Console(stderr=True)) as bars:
+        tasks: dict[str, Any] = {}
+
+        def update(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield update
+
+
+def _plain_lines() -> Callable[[str, int, int], None]:
+    from time import monotonic
+
+    began: dict[str, float] = {}
+    told: dict[str, float] = {}
+
+    def update(stage: str, done: int, total: int) -> None:
+        now = monotonic()
+        began.setdefault(stage, now)
+        if done >= total or now - told.get(stage, began[stage]) >= 10:
+            told[stage] = now
+            left = (now - began[stage]) / max(done, 1) * (total - done)
+            eta = f", about {left:.0f} s left" if done < total else f", {now - began[stage]:.0f} s"
+            typer.echo(f"{stage}: {done} of {total}{eta}", err=True)
+
+    return update

@@ -1,0 +1,222 @@
+"""The main job on the embedded default, offline: data, classifier, branch, maps, a table and two figures."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sigcam.boxes import foreground
+from sigcam.config import FitConfig
+from sigcam.data import Samples
+from sigcam.data.loading import collect
+from sigcam.data.shapes import shapes
+from sigcam.draw import colours, grid, overlay, with_outline
+from sigcam.dual import DualBranch, attach, fingerprint
+from sigcam.explaining import explain, explain_passage
+from sigcam.fitting import Progress, fit
+from sigcam.manifest import data_fingerprint, prepare_folder, write_manifest
+from sigcam.models import Classifier, load_classifier, save_classifier
+from sigcam.probe import Branch
+from sigcam.training import train_probe
+
+THRESHOLDS = torch.arange(1, 20) / 20  # 0.05 to 0.95
+BRANCHES: tuple[Branch, Branch] = ("softmax", "sigmoid")
+CELLS: tuple[tuple[Branch, bool], ...] = (
+    ("softmax", False),
+    ("softmax", True),
+    ("centred", False),
+    ("sigmoid", False),
+    ("sigmoid", True),
+)
+
+
+def run_demo(
+    output: Path,
+    *,
+    images: int = 1600,
+    test_images: int = 400,
+    device: str = "cpu",
+    seed: int = 0,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Writes figures, classifier, branch and manifest.json to the folder; returns the table."""
+    prepare_folder(output)
+    train, test = shapes(images, split="train", seed=seed), shapes(test_images, split="test", seed=seed)
+    validation = shapes(max(64, test_images // 4), split="val", seed=seed)
+    classifier = load_classifier("embedded", num_classes=len(train.classes), device=device)
+    classifier.model.to(memory_format=torch.channels_last)
+
+    train_probe(classifier, train, seed=seed, progress=_staged("classifier", progress))
+    save_classifier(
+        output / "classifier.safetensors", classifier.model, spec="embedded", classes=train.classes
+    )
+    before = _predictions(classifier, test, progress)
+    weights = fingerprint(classifier.model)
+
+    net = attach(classifier.model, seed=seed)
+    net.transform, net.class_names = classifier.transform, train.classes
+    fitted = fit(net, train, FitConfig(seed=seed), progress=_staged("branch", progress))
+    net.save(output / "branch.safetensors")
+    after = _predictions(classifier, test, progress)
+    labels = torch.tensor([sample.label for sample in test])
+
+    chosen, _, _ = _measure(net, validation, _staged("threshold", progress))
+    _, ious, speed = _measure(net, test, _staged("maps", progress))
+    table: dict[str, Any] = {
+        "maps": [
+            {
+                "branch": branch,
+                "clamp": "positive only" if clamp else "signed",
+                "iou": float(ious[i, chosen[i]]),
+                "threshold": float(THRESHOLDS[chosen[i]]),
+            }
+            for i, (branch, clamp) in enumerate(CELLS)
+        ],
+        "accuracy_before": float((before == labels).double().mean()),
+        "accuracy_after": float((after == labels).double().mean()),
+        "predictions_changed": int((before != after).sum()),
+        "weights_unchanged": weights == fingerprint(classifier.model),
+        "maps_per_second": round(speed, 1),
+        "fit_seconds": round(sum(fitted.seconds.values()), 1),
+    }
+    maps_figure(net, test[:64]).save(output / "maps.png")
+    distortions_figure(net, test[:64]).save(output / "distortions.png")
+    write_manifest(
+        output,
+        model="embedded",
+        model_fingerprint=weights,
+        data_fingerprint=data_fingerprint(train),
+        seed=seed,
+        losses=fitted.losses,
+        numbers=table,
+    )
+    return table
+
+
+def _staged(name: str, progress: Progress) -> Progress:
+    return lambda stage, done, total: progress(name if stage == name else f"{name} {stage}", done, total)
+
+
+def _predictions(classifier: Classifier, samples: Samples, progress: Progress) -> Tensor:
+    """What the bare classifier says, (images,)."""
+    found = []
+    with torch.no_grad():
+        for batch in collect(samples, classifier.transform, batch_size=32):
+            device = next(classifier.model.parameters()).device
+            found.append(classifier.model(batch.images.to(device)).argmax(1).cpu())
+    return torch.cat(found)
+
+
+def _measure(net: DualBranch, samples: Samples, progress: Progress) -> tuple[Tensor, Tensor, float]:
+    """Best threshold index per cell, mean IoU (cells, thresholds), and maps per second of one branch."""
+    assert net.transform is not None
+    total, seconds, count = torch.zeros(len(CELLS), len(THRESHOLDS), dtype=torch.float64), 0.0, 0
+    for batch in collect(samples, net.transform, batch_size=32):
+        masks = torch.stack([_mask(samples, i) for i in batch.indices])
+        began = time.perf_counter()
+        passage = net.run(batch.images.to(net.device), grad=True)  # one pass serves every cell of the table
+        explain_passage(net, passage)
+        seconds += time.perf_counter() - began
+        for cell, (branch, clamp) in enumerate(CELLS):
+            maps = explain_passage(net, passage, branch=branch, clamp=clamp).maps.cpu()
+            for i, threshold in enumerate(THRESHOLDS.tolist()):
+                above = foreground(maps, threshold)
+                inside = (above & masks).flatten(1).sum(1)
+                total[cell, i] += (inside / (above | masks).flatten(1).sum(1)).sum().double()
+        count += len(batch.indices)
+        progress("measuring", count, len(samples))
+    ious = total / count
+    return ious.argmax(1), ious, count / seconds
+
+
+def _mask(samples: Samples, index: int) -> Tensor:
+    opened = samples[index].open_mask
+    assert opened is not None
+    return torch.from_numpy(opened()) == 1
+
+
+def maps_figure(net: DualBranch, samples: Samples, rows: int = 6) -> Any:
+    """Input, ground truth, softmax map and sigmoid map of one well-sized, rightly classified picture per
+    row."""
+    pictures, captions, seen = [], [], set[int]()
+    for sample in samples:
+        if sample.label is None or sample.label in seen or sample.boxes is None or sample.open_mask is None:
+            continue
+        picture = sample.open()
+        softmax, sigmoid = (explain(net, [picture], branch=branch) for branch in BRANCHES)
+        if int(softmax.classes[0]) != sample.label:
+            continue
+        seen.add(sample.label)
+        truth = with_outline(picture, sample.open_mask())
+        pictures.append(
+            [picture, truth, overlay(picture, softmax.maps[0]), overlay(picture, sigmoid.maps[0])]
+        )
+        captions.append(
+            [
+                samples.classes[sample.label],
+                "object mask",
+                f"probability {float(softmax.probability[0]):.3f}",
+                f"evidence {float(sigmoid.evidence[0]):.3f}",
+            ]
+        )
+        if len(pictures) == rows:
+            break
+    return grid(
+        pictures,
+        columns=("input", "ground truth", "Grad-CAM, softmax head", "Grad-CAM, sigmoid branch"),
+        captions=captions,
+    )
+
+
+def distortions_figure(net: DualBranch, samples: Samples) -> Any:
+    """Eq. 8-10 on one picture: the softmax head shifted three ways, its probabilities, and both branches'
+    maps."""
+    sample = next(s for s in samples if int(explain(net, [s.open()], branch="softmax").classes[0]) == s.label)
+    picture, label = sample.open(), sample.label
+    assert net.transform is not None and sample.open_mask is not None and label is not None
+    image = net.transform(picture)[None].to(net.device).double()
+    double = copy.deepcopy(net).double()
+    layer = double.last_layer("softmax")
+    weight = layer.get_parameter("weight")
+    original = weight.detach().clone()
+    features = double(image).features[0]
+    outside = _outside(torch.from_numpy(sample.open_mask()) == 1, features.shape[-2:])
+    channel = int((features * outside.to(features)).mean((1, 2)).argmax())  # what the background shows most
+    spread = float(original.std())
+    shifts = (
+        ("as trained", 0.0, slice(0, 0)),
+        ("one channel + delta", 25 * spread, slice(channel, channel + 1)),
+        ("every channel - delta", -5 * spread, slice(None)),
+    )
+    rows: list[list[Any]] = [[picture], [picture]]
+    captions: list[list[str]] = [["softmax head"], ["sigmoid branch"]]
+    for _, delta, channels in shifts:
+        with torch.no_grad():
+            weight.copy_(original)
+            weight[:, channels] += delta
+        passage = double.run(image, grad=True)
+        top = passage.softmax.softmax(1)[0].sort(descending=True).values
+        said = (
+            f"probabilities {top[0]:.6f}, {top[1]:.6f}",
+            f"evidence {passage.sigmoid[0, label].sigmoid():.6f}",
+        )
+        for row, branch in enumerate(BRANCHES):
+            ex = explain_passage(double, passage, branch=branch)
+            rows[row].append(colours(ex.maps[0]))
+            captions[row].append(said[row] + ("\nblank map" if bool(ex.blank[0]) else ""))
+    return grid(
+        rows,
+        columns=("input", *(f"{name}\ndelta = {delta:+.2f}" for name, delta, _ in shifts)),
+        captions=captions,
+    )
+
+
+def _outside(mask: Tensor, size: torch.Size) -> Tensor:
+    """(P, Q): 1 for cells that hold nothing of the object."""
+    pooled = torch.nn.functional.adaptive_max_pool2d(mask.float()[None, None], (size[0], size[1]))
+    return 1 - pooled[0, 0]

@@ -1,0 +1,69 @@
+"""manifest.json: what made an output folder, so that it can be made again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from sigcam.data import Samples
+from sigcam.errors import DataError
+
+PACKAGES = ("sigcam", "torch", "torchvision", "timm", "numpy", "pillow")
+
+
+def prepare_folder(path: Path) -> Path:
+    """The folder, made and tried: DataError before the work begins if nothing can be written there."""
+    trial = path / ".trial"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        trial.write_bytes(b"x" * 4096)
+        trial.unlink()
+    except OSError as error:
+        raise DataError(
+            f"cannot write to the output folder {path}: {error.strerror or error}. Choose another with "
+            "--output."
+        ) from error
+    return path
+
+
+def data_fingerprint(samples: Samples) -> str:
+    """A hash of the samples' ids, labels and class names."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps(list(samples.classes)).encode())
+    for sample in samples:
+        digest.update(f"{sample.id}\0{sample.label}\n".encode())
+    return digest.hexdigest()
+
+
+def write_manifest(folder: Path, **facts: Any) -> Path:
+    """Writes manifest.json with the command, versions, time, and the given facts."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    about = {
+        "command": ["sigcam", *sys.argv[1:]],
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions,
+        **facts,
+    }
+    return write_text(folder / "manifest.json", json.dumps(about, indent=1, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Writes the file whole or not at all."""
+    temporary = path.with_name(path.name + ".part")
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path

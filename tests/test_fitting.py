@@ -1,0 +1,475 @@
+"""Fitting the branch: the loss of Eq. 12, what data it takes, what it refuses, and that it learns."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torchvision
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import bce_code, bce_paper
+from PIL import Image
+from tiny import Gap, Normed, TwoHeads, Vgg, attached, easy_data, images
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from sigcam.config import FitConfig
+from sigcam.data import Sample, Samples
+from sigcam.data.shapes import shapes
+from sigcam.dual import DualBranch, attach
+from sigcam.errors import DataError
+from sigcam.fitting import FitResult, balanced_bce, fit, match_classes
+
+QUICK = FitConfig(epochs=8, lr=0.05, batch_size=8)
+
+
+def fresh(model: nn.Module | None = None, **options: int) -> DualBranch:
+    return attach(model or Gap(), example=images(1), **options)  # type: ignore[arg-type]
+
+
+def weights(net: DualBranch) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# -------------------------------------------------------------------------------------------- the loss
+
+
+@given(st.integers(1, 6), st.integers(2, 9), st.integers(0, 999))
+def test_the_loss_is_torchs_weighted_bce_and_the_papers_form(batch: int, classes: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(batch, classes, generator=generator, dtype=torch.float64) * 3
+    labels = torch.randint(classes, (batch,), generator=generator)
+    loss = balanced_bce(logits, labels)
+    one_hot = nn.functional.one_hot(labels, classes).double()
+    reference = nn.BCEWithLogitsLoss(pos_weight=torch.tensor(classes - 1.0, dtype=torch.float64))
+    assert torch.equal(loss, reference(logits, one_hot))
+    assert float(loss) == pytest.approx(bce_paper(logits.numpy(), labels.numpy()), rel=1e-10)
+    assert float(loss) == pytest.approx(bce_code(logits.numpy(), one_hot.numpy(), classes - 1), rel=1e-10)
+
+
+@given(st.integers(1, 5), st.integers(2, 6), st.floats(0.1, 50), st.integers(0, 999))
+def test_any_weight_and_multi_hot_labels_follow_the_formula(
+    batch: int, classes: int, rho: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(batch, classes, generator=generator, dtype=torch.float64)
+    targets = torch.randint(2, (batch, classes), generator=generator)
+    for kind in (targets, targets.double(), targets.bool()):
+        loss = float(balanced_bce(logits, kind, rho))
+        assert loss == pytest.approx(bce_code(logits.numpy(), targets.numpy(), rho), rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("classes", "golden"), [(1000, 1.384908), (200, 1.379363), (196, 1.379221), (100, 1.372431)]
+)
+def test_the_loss_at_zero_logits_is_the_golden_one(classes: int, golden: float) -> None:
+    loss = float(balanced_bce(torch.zeros(3, classes), torch.tensor([0, 5, classes - 1])))
+    assert loss == pytest.approx(golden, abs=1e-6)
+    assert loss == pytest.approx(2 * (1 - 1 / classes) * math.log(2), rel=1e-6)
+
+
+@given(st.integers(1, 5), st.integers(2, 8), st.integers(0, 999))
+def test_the_gradient_is_minus_rho_times_doubt_and_plus_belief(batch: int, classes: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(batch, classes, generator=generator, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(classes, (batch,), generator=generator)
+    (gradient,) = torch.autograd.grad(balanced_bce(logits, labels), logits)
+    for n in range(batch):
+        for k in range(classes):
+            s = float(logits.detach()[n, k].sigmoid())
+            expected = -(classes - 1) * (1 - s) if k == labels[n] else s
+            assert float(gradient[n, k]) == pytest.approx(expected / (batch * classes), rel=1e-9)
+
+
+def test_one_logit_takes_labels_0_and_1_weighted_negatives_over_positives() -> None:
+    logits, labels = torch.tensor([[0.3], [-1.0], [2.0], [0.5]]), torch.tensor([1, 0, 0, 0])
+    expected = bce_code(logits.double().numpy(), labels[:, None].numpy(), 3.0)
+    assert float(balanced_bce(logits, labels)) == pytest.approx(expected, rel=1e-6)
+    assert float(balanced_bce(logits, labels[:, None])) == pytest.approx(expected, rel=1e-6)
+    one_sided = balanced_bce(logits, torch.zeros(4, dtype=torch.long))
+    assert torch.isfinite(one_sided)
+
+
+@pytest.mark.parametrize(
+    ("labels", "sentence"),
+    [
+        (torch.tensor([0, 4]), "labels run from 0 to 4, the classifier's classes from 0 to 3"),
+        (torch.tensor([-1, 2]), "labels run from -1 to 2"),
+        (torch.tensor([0.5, 1.0]), "class indices"),
+        (torch.tensor([float("nan"), 1.0]), "class indices"),
+        (torch.tensor([[0, 1, 0, 2], [0, 0, 0, 1]]), "must be 0 or 1"),
+        (torch.zeros(2, 3), r"not \(2, 3\)"),
+    ],
+)
+def test_labels_that_cannot_be_meant_are_refused(labels: Tensor, sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence):
+        balanced_bce(torch.zeros(2, 4), labels)
+
+
+# ---------------------------------------------------------------------------------------------- learning
+
+
+@pytest.mark.parametrize("make", [Gap, Vgg, Normed, TwoHeads])
+@pytest.mark.parametrize("views", [1, 2])
+def test_the_loss_falls_and_the_branch_learns_while_softmax_stays(
+    make: Callable[[], nn.Module], views: int
+) -> None:
+    net = fresh(make())
+    before = net(images()).softmax
+    config = FitConfig(epochs=40, lr=0.02, batch_size=8, views=views)  # type: ignore[arg-type]
+    result = fit(net, easy_data(), config)
+    assert len(result.losses) == 40
+    assert result.losses[-1] < 0.75 * result.losses[0]
+    assert torch.equal(net(images()).softmax, before)
+    x, labels = easy_data()[:]
+    assert float((net(x).sigmoid.argmax(1) == labels).float().mean()) > 0.8
+    assert net.fitted
+    assert not net.sigmoid.training
+
+
+def test_a_convolution_head_learns() -> None:
+    torch.manual_seed(0)
+    model = torchvision.models.squeezenet1_1(num_classes=4)
+    model.classifier[1].weight.data.mul_(3)
+    net = attach(model, example=images(1, size=64))
+    x, labels = easy_data(12)[:]
+    data = TensorDataset(nn.functional.interpolate(x, size=64), labels)
+    result = fit(net, data, FitConfig(epochs=15, lr=0.02, batch_size=6, views=1))
+    assert result.losses[-1] < 0.9 * result.losses[0]
+    assert net(data[:][0]).pooled.ndim == 4
+
+
+def test_a_two_head_transformer_learns_in_both_heads() -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("deit_tiny_distilled_patch16_224", img_size=32, depth=2, num_classes=4)
+    net = attach(model, example=images(1, size=32))
+    before = weights(net)
+    x, labels = easy_data(12)[:]
+    data = TensorDataset(nn.functional.interpolate(x, size=32), labels)
+    result = fit(net, data, FitConfig(epochs=15, lr=0.01, batch_size=6, views=1))
+    assert result.losses[-1] < 0.8 * result.losses[0]
+    assert all(not torch.equal(a, b) for a, b in zip(before, weights(net), strict=True))
+
+
+def test_the_fit_is_what_a_plain_loop_gives() -> None:
+    model = Gap()
+    net, config = fresh(model), FitConfig(epochs=4, lr=0.01, batch_size=8, views=2, l2=0.1)
+    x, labels = easy_data()[:]
+    with torch.no_grad():
+        pooled = torch.cat([model.body(x).mean((2, 3)), model.body(x.flip(-1)).mean((2, 3))])
+    targets = nn.functional.one_hot(labels, 4).float().repeat(2, 1)
+    layer = nn.Linear(6, 4)
+    layer.load_state_dict(net.last_layer("sigmoid").state_dict())
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.01)
+    loss_function = nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0))
+    torch.manual_seed(config.seed)
+    for _ in range(4):
+        for chosen in torch.randperm(len(pooled)).split(8):
+            optimizer.zero_grad()
+            loss = loss_function(layer(pooled[chosen]), targets[chosen])
+            (loss + 0.1 * (layer.weight**2).sum() / 4).backward()
+            optimizer.step()
+    fit(net, easy_data(), config)
+    assert torch.allclose(net.last_layer("sigmoid").weight, layer.weight, atol=1e-6)  # type: ignore[arg-type]
+
+
+def test_the_same_seed_gives_the_same_branch_and_another_seed_another() -> None:
+    model = Vgg()  # with dropout in the head
+    nets = [fresh(model) for _ in range(3)]
+    for number, (net, seed) in enumerate(zip(nets, (4, 4, 5), strict=True)):
+        torch.manual_seed(number)
+        fit(net, easy_data(), FitConfig(epochs=2, seed=seed))
+    assert same(weights(nets[0]), weights(nets[1]))
+    assert not same(weights(nets[0]), weights(nets[2]))
+
+
+def test_a_shuffling_loader_gives_the_same_branch_whatever_the_global_seed() -> None:
+    model = Gap()
+    nets = [fresh(model), fresh(model)]
+    for number, net in enumerate(nets):
+        torch.manual_seed(number)
+        fit(net, DataLoader(easy_data(), batch_size=8, shuffle=True), QUICK)
+    assert same(weights(nets[0]), weights(nets[1]))
+
+
+def test_dropout_inside_the_head_is_active_while_fitting_and_not_after() -> None:
+    model, still = Vgg(), Vgg()
+    still.load_state_dict(model.state_dict())
+    still.classifier[2].p = 0.0
+    nets = [fresh(model), fresh(still)]
+    for net in nets:
+        fit(net, easy_data(), FitConfig(epochs=2))
+    assert not same(weights(nets[0]), weights(nets[1]))
+    assert torch.equal(nets[0](images()).sigmoid, nets[0](images()).sigmoid)
+
+
+def test_the_positive_weight_moves_the_scores_of_positives_up() -> None:
+    model = Gap()
+    means = []
+    for rho in (0.2, 20.0):
+        net = fresh(model)
+        result = fit(net, easy_data(), FitConfig(epochs=20, lr=0.05, pos_weight=rho))
+        assert result.pos_weight == net.recipe["pos_weight"] == rho
+        means.append(float(net(easy_data()[:][0]).sigmoid.detach().mean()))
+    assert means[0] < means[1] - 1
+    assert fit(fresh(model), easy_data(), FitConfig(epochs=1)).pos_weight == 3.0
+
+
+def test_one_logit_is_fitted_on_labels_0_and_1() -> None:
+    x = images(20)
+    labels = (torch.arange(20) % 4 == 0).long()
+    x[labels == 1] += 2
+    net = fresh(Gap(classes=1))
+    result = fit(net, TensorDataset(x, labels), FitConfig(epochs=60, lr=0.05, views=1))
+    assert result.pos_weight == 3.0
+    assert result.label_counts == (15, 5)
+    assert torch.equal(net(x).sigmoid[:, 0] > 0, labels == 1)
+    with pytest.raises(DataError, match="labels run from 0 to 2, the classifier's classes from 0 to 1"):
+        fit(net, TensorDataset(x, torch.arange(20) % 3), QUICK)
+
+
+def test_multi_hot_labels_are_fitted() -> None:
+    x, labels = easy_data()[:]
+    many = nn.functional.one_hot(labels, 4)
+    many[:, 0] = 1
+    net = fresh()
+    result = fit(net, TensorDataset(x, many), FitConfig(epochs=40, lr=0.05, views=1))
+    assert result.label_counts == (24, 6, 6, 6)
+    assert (net(x).sigmoid[:, 0] > 0).all()
+
+
+# ------------------------------------------------------------------------------------------- kinds of data
+
+
+def as_tensor(picture: Image.Image) -> Tensor:
+    pixels = np.asarray(picture.convert("RGB").resize((16, 16)), dtype=np.float32)
+    return torch.from_numpy(pixels / 128 - 1).permute(2, 0, 1)
+
+
+def colour(value: int) -> Image.Image:
+    return Image.new("RGB", (20, 20), (value, 255 - value, 128))
+
+
+def unreadable(name: str) -> Image.Image:
+    raise DataError(f"{name} cannot be decoded.")
+
+
+def samples(count: int = 12, classes: tuple[str, ...] = ("a", "b", "c", "d")) -> Samples:
+    kinds = len(classes)
+    return Samples(
+        tuple(Sample(f"{i}.png", partial(colour, 60 * (i % kinds)), i % kinds) for i in range(count)), classes
+    )
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Items without a length."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from easy_data()
+
+
+def test_samples_datasets_loaders_lists_and_streams_give_one_branch() -> None:
+    model, data = Gap(), easy_data()
+    kinds: list[object] = [
+        data,
+        DataLoader(data, batch_size=8),
+        DataLoader(data, batch_size=5),
+        [data[i] for i in range(len(data))],
+        Stream(),
+        DataLoader(Stream(), batch_size=8),
+    ]
+    nets = [fresh(model) for _ in kinds]
+    for net, kind in zip(nets, kinds, strict=True):
+        assert fit(net, kind, QUICK).images == 24  # type: ignore[arg-type]
+    for net in nets[1:]:
+        assert torch.allclose(weights(net)[0], weights(nets[0])[0], atol=1e-5)
+
+
+def test_samples_are_fitted_with_the_networks_transform_or_a_given_one() -> None:
+    net = fresh()
+    with pytest.raises(DataError, match=r"set net\.transform, or fit\(\.\.\., transform=\.\.\.\)"):
+        fit(net, samples(), QUICK)
+    result = fit(net, samples(), QUICK, transform=as_tensor)
+    assert (result.images, result.label_counts, result.skipped) == (12, (3, 3, 3, 3), ())
+    assert net.class_names == ("a", "b", "c", "d")
+    other = fresh(net.model)
+    other.transform = as_tensor
+    fit(other, samples(), QUICK)
+    assert same(weights(net), weights(other))
+
+
+def test_the_synthetic_birds_can_be_fitted() -> None:
+    net = attach(Gap(classes=8), example=images(1))
+    result = fit(net, shapes(16, size=32), FitConfig(epochs=2), transform=as_tensor)
+    assert result.images == 16
+    assert net.class_names is not None
+    assert net.class_names[0] == "crested barred forktail"
+
+
+def test_unreadable_samples_are_named_counted_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    good = samples()
+    broken = Sample("broken.jpg", partial(unreadable, "broken.jpg"), 1)
+    data = Samples((*good.items[:5], broken, *good.items[5:]), good.classes)
+    net, plain = fresh(), fresh()
+    plain.sigmoid.load_state_dict(net.sigmoid.state_dict())
+    with caplog.at_level(logging.WARNING, "sigcam"):
+        result = fit(net, data, QUICK, transform=as_tensor)
+    assert result.skipped == (("broken.jpg", "broken.jpg cannot be decoded."),)
+    assert result.images == 12
+    assert "1 file(s) could not be read and were left out, the first: broken.jpg" in caplog.text
+
+
+def test_a_class_without_images_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    x, labels = easy_data(12, classes=2)[:]
+    with caplog.at_level(logging.WARNING, "sigcam"):
+        result = fit(fresh(), TensorDataset(x, labels), QUICK)
+    assert result.label_counts == (6, 6, 0, 0)
+    assert "2 of 4 classes have no image" in caplog.text
+
+
+def test_progress_counts_up_in_each_stage_to_its_total() -> None:
+    told: list[tuple[str, int, int]] = []
+    fit(fresh(), easy_data(), QUICK, progress=lambda *step: told.append(step))
+    assert [step for step in told if step[0] == "features"] == [("features", n, 24) for n in (8, 16, 24)]
+    assert [step for step in told if step[0] == "training"] == [("training", n, 8) for n in range(1, 9)]
+    assert [stage for stage, _, _ in told] == sorted(stage for stage, _, _ in told)
+    told.clear()
+    fit(fresh(), Stream(), QUICK, progress=lambda *step: told.append(step))
+    assert all(done <= total for _, done, total in told)
+
+
+def test_the_result_and_the_recipe_say_what_was_done() -> None:
+    net = fresh()
+    result = fit(net, easy_data(), QUICK)
+    assert isinstance(result, FitResult)
+    assert set(result.seconds) == {"features", "training"}
+    assert net.recipe["lr"] == 0.05
+    assert net.recipe["images"] == 24
+    assert net.recipe["final_loss"] == result.losses[-1]
+
+
+# -------------------------------------------------------------------------------------------------- classes
+
+
+def test_classes_match_by_name_in_any_order() -> None:
+    net = fresh()
+    net.class_names = ("d", "c", "b", "a")
+    moved = match_classes(samples(), net.classes, net.class_names)
+    assert [sample.label for sample in moved[:4]] == [3, 2, 1, 0]
+    assert [sample.id for sample in moved] == [sample.id for sample in samples()]
+    fit(net, samples(), QUICK, transform=as_tensor)
+    assert net.class_names == ("d", "c", "b", "a")
+
+
+def test_a_part_of_the_classes_matches_by_name() -> None:
+    moved = match_classes(samples(4, ("d", "b")), 4, ("a", "b", "c", "d"))
+    assert [sample.label for sample in moved] == [3, 1, 3, 1]
+    assert moved.classes == ("a", "b", "c", "d")
+
+
+def test_classes_match_by_order_when_the_counts_agree() -> None:
+    data = samples()
+    assert match_classes(data, 4, None) is data
+    assert match_classes(data, 4, ("w", "x", "y", "z")) is data
+    assert match_classes(samples(4, ("no", "yes")), 1, None).classes == ("no", "yes")
+
+
+def test_classes_that_do_not_match_are_refused_with_both_counts() -> None:
+    with pytest.raises(
+        DataError, match=r"the data has 3 classes \(x, y, z, \.\.\.\), the classifier 4"
+    ) as caught:
+        match_classes(samples(6, ("x", "y", "z")), 4, ("a", "b", "c", "d"))
+    assert "(a, b, c, ...)" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# --------------------------------------------------------------------------------------------- bad input
+
+
+def broken_image() -> TensorDataset:
+    x, labels = easy_data()[:]
+    x[10] = float("nan")
+    return TensorDataset(x, labels)
+
+
+class Items(Dataset[object]):
+    def __init__(self, item: object) -> None:
+        self.item = item
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> object:
+        return self.item
+
+
+X, NAMES = torch.zeros(3, 16, 16), ("a", "b", "c", "d")
+NO_LABEL = Sample("x.png", partial(colour, 1))
+UNREADABLE = Sample("x.png", partial(unreadable, "x.png"), 0)
+
+
+def one_label_short(items: list[object]) -> tuple[Tensor, Tensor]:
+    return torch.stack([X, X]), torch.tensor([0])
+
+
+BAD: dict[str, tuple[object, str]] = {
+    "label too high": (TensorDataset(images(4), torch.tensor([0, 1, 2, 4])), "labels run from 0 to 4"),
+    "label negative": (TensorDataset(images(4), torch.tensor([0, 1, 2, -1])), "labels run from -1 to 2"),
+    "one class": (TensorDataset(images(4), torch.full((4,), 2)), "all 4 images show one class"),
+    "empty": (TensorDataset(images(4)[:0], torch.zeros(0, dtype=torch.long)), "there are no images"),
+    "empty list": ([], "there are no images"),
+    "nan": (broken_image(), "features are not finite among images 8 to 15"),
+    "images alone": (TensorDataset(images(4)), r"must yield \(images, labels\)"),
+    "a tensor alone": (Items(X), r"must yield \(images, labels\), not Tensor"),
+    "a dict": (Items({"image": X, "label": 0}), r"must yield \(images, labels\), not dict"),
+    "names as labels": (Items((X, "owl")), r"labels must be numbers, not \('owl', 'owl'"),
+    "flat images": (Items((X[0], 0)), r"images as \(B, C, H, W\) tensors, not \(4, 16, 16\)"),
+    "fewer labels": (DataLoader(Items(0), collate_fn=one_label_short), "2 images with 1 label"),
+    "single items": (DataLoader(Items((X, 0)), batch_size=None), r"not \(3, 16, 16\)"),
+    "a number": (5, "fit takes Samples, a torch Dataset or a DataLoader, not int"),
+    "unlabelled": (Samples((NO_LABEL,), NAMES), "labelled"),
+    "unreadable": (Samples((UNREADABLE,), NAMES), "none of 1 could be read, the first: x.png cannot be"),
+    "no samples": (Samples((), NAMES), "there are no images"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_data_is_refused_in_one_line_and_the_branch_stays(what: str) -> None:
+    data, sentence = BAD[what]
+    net = fresh()
+    before = weights(net)
+    with pytest.raises(DataError, match=sentence) as caught:
+        fit(net, data, QUICK, transform=as_tensor)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    assert same(weights(net), before)
+    assert not net.fitted
+
+
+@pytest.mark.parametrize("config", [FitConfig(epochs=0), FitConfig(batch_size=0), FitConfig(views=3)])  # type: ignore[arg-type]
+def test_settings_that_cannot_work_are_refused(config: FitConfig) -> None:
+    with pytest.raises(DataError, match="epochs and batch_size must be 1 or more, views 1 or 2"):
+        fit(fresh(), easy_data(), config)
+
+
+def test_training_that_diverges_is_refused_and_undone() -> None:
+    net = attached(Vgg())
+    before = weights(net)
+    with pytest.raises(DataError, match="diverged at lr=1e\\+30"):
+        fit(net, easy_data(), FitConfig(epochs=5, lr=1e30))
+    assert same(weights(net), before)
+
+
+def test_a_refit_starts_from_where_the_branch_is() -> None:
+    net = fresh()
+    first = fit(net, easy_data(), QUICK).losses
+    second = fit(net, easy_data(), QUICK).losses
+    assert second[0] < first[0]
