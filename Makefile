@@ -14,7 +14,7 @@ test: .venv/dev.done
 check: test
 
 bench: .venv/dev.done
-	@$(BIN)/python benchmarks/overhead.py
+	@$(BIN)/python benchmarks/maps.py
 
 .venv/demo.done: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv

@@ -177,11 +177,13 @@ class ReluAfterHead(nn.Module):
 class FlatMlp(nn.Module):
     """An MLP on the flattened map: takes images of one size only."""
 
-    def __init__(self, classes: int = 5, size: int = 32, channels: int = 3) -> None:
+    def __init__(
+        self, size: tuple[int, int] = (32, 32), channels: int = 3, last: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.features = nn.Sequential(nn.Conv2d(channels, 8, 3, 2, 1), nn.ReLU(), nn.MaxPool2d(2))
-        cells = (size // 4) ** 2
-        self.classifier = nn.Sequential(nn.Linear(8 * cells, 16), nn.ReLU(), nn.Linear(16, classes))
+        cells = (size[0] // 4) * (size[1] // 4)
+        self.classifier = nn.Sequential(nn.Linear(8 * cells, 16), nn.ReLU(), last or nn.Linear(16, 5))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.features(x).flatten(1))
@@ -219,6 +221,22 @@ class PlainVit(nn.Module):
             x = layer(x)
         x = x if self.batch_first else x.transpose(0, 1)
         return self.head(self.norm(x[:, 0]))
+
+
+class Encoder(nn.Module):
+    """Convolutional patches and torch's TransformerEncoder, which has a fast path without gradient."""
+
+    def __init__(self, pooled: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.patches, self.cls = nn.Conv2d(3, 16, 8, 8), nn.Parameter(torch.randn(1, 1, 16))
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head, self.pooled = nn.Linear(16, 5), pooled
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = self.encoder(torch.cat([self.cls.expand(len(x), -1, -1), x], 1))
+        return self.head(x.mean(1) if self.pooled else x[:, 0])
 
 
 class SoftmaxVit(nn.Module):

@@ -22,7 +22,7 @@ def bce_paper(logits: Array, labels: Array) -> float:
         for k in range(classes):
             s = 1 / (1 + math.exp(-logits[n, k]))
             total += (1 - 1 / classes) * math.log(s) if k == labels[n] else math.log(1 - s) / classes
-    return -total / images
+    return float(-total / images)
 
 
 def bce_code(logits: Array, targets: Array, rho: float) -> float:
@@ -33,14 +33,15 @@ def bce_code(logits: Array, targets: Array, rho: float) -> float:
         for k in range(classes):
             s = 1 / (1 + math.exp(-logits[n, k]))
             total += rho * math.log(s) if targets[n, k] else math.log(1 - s)
-    return -total / (images * classes)
+    return float(-total / (images * classes))
 
 
 def min_max(values: Array, eps: float = 0.0) -> Array:
     """The last step of section 4.3: NaN or constant gives zeros."""
     if np.isnan(values).any() or values.min() == values.max():
         return np.zeros_like(values)
-    return (values - values.min()) / (values.max() - values.min() + eps)
+    scaled: Array = (values - values.min()) / (values.max() - values.min() + eps)
+    return scaled
 
 
 def path_a(low: Array, height: int, width: int) -> Array:

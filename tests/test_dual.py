@@ -28,7 +28,8 @@ MODELS: list[Callable[[], nn.Module]] = [Gap, Vgg, Normed, InPlace, Probabilitie
 @pytest.fixture(scope="module")
 def squeezenet() -> nn.Module:
     torch.manual_seed(0)
-    return torchvision.models.squeezenet1_1(num_classes=5).eval()
+    model: nn.Module = torchvision.models.squeezenet1_1(num_classes=5)
+    return model.eval()
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def convnext() -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = timm.create_model("convnext_atto", num_classes=5).eval()
     with torch.no_grad():
-        for parameter in model.head.norm.parameters():
+        for parameter in model.get_submodule("head.norm").parameters():
             parameter.uniform_(0.5, 1.5)
     return model
 
@@ -129,9 +130,9 @@ def test_a_branch_of_a_frozen_model_is_trainable_and_holds_no_gradient() -> None
 
 def test_normalisation_inside_the_head_keeps_trained_values_frozen(convnext: nn.Module) -> None:
     net = attach(convnext, example=images(1, size=64))
-    trained, ours = convnext.head.norm, net.sigmoid.copies[0].norm  # type: ignore[union-attr]
+    trained, ours = convnext.get_submodule("head.norm"), net.sigmoid.copies[0].get_submodule("norm")
     for name, value in trained.state_dict().items():
-        assert torch.equal(ours.state_dict()[name], value)  # type: ignore[union-attr, operator]
+        assert torch.equal(ours.state_dict()[name], value)
     frozen = [name for name, p in net.named_parameters() if not p.requires_grad]
     assert frozen == ["sigmoid.copies.0.norm.weight", "sigmoid.copies.0.norm.bias"]
 
@@ -139,7 +140,8 @@ def test_normalisation_inside_the_head_keeps_trained_values_frozen(convnext: nn.
 def test_pooled_is_what_enters_the_first_trainable_layer_after_the_norm(convnext: nn.Module) -> None:
     net = attach(convnext, example=images(1, size=64))
     seen: list[Tensor] = []
-    handle = convnext.head.fc.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    last = convnext.get_submodule("head.fc")
+    handle = last.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     out = net(images(2, size=64))
     handle.remove()
     assert torch.equal(out.pooled, seen[0])
@@ -255,7 +257,8 @@ def test_two_heads_combined_from_parts_of_one_output_are_followed() -> None:
             pooled = self.body(x).mean((2, 3))
             both = torch.stack([self.fc(pooled), self.other(pooled)], 1)  # (B, 2, C)
             first, second = both.unbind(1)
-            return (0.25 * first + 0.75 * second).view(len(x), -1)
+            mean: Tensor = 0.25 * first + 0.75 * second
+            return mean.view(len(x), 2, 2).reshape(len(x), 4)
 
     net = attach(Chunked(), example=images(1), init="copy")
     assert torch.allclose(net(images(5)).sigmoid, net(images(5)).softmax, atol=1e-7)
@@ -265,8 +268,9 @@ def test_heads_combined_with_other_values_are_refused_with_what_to_do() -> None:
     class Gated(TwoHeads):
         def forward(self, x: Tensor) -> Tensor:
             pooled = self.body(x).mean((2, 3))
-            gate = pooled[:, :4].sigmoid()
-            return gate * self.fc(pooled) + (1 - gate) * self.other(pooled)
+            gate: Tensor = pooled[:, :4].sigmoid()
+            mixed: Tensor = gate * self.fc(pooled) + (1 - gate) * self.other(pooled)
+            return mixed
 
     with pytest.raises(AttachError, match="Name one head"):
         attach(Gated(), example=images(1))
@@ -276,7 +280,7 @@ def test_the_network_says_what_it_is() -> None:
     net = attach(Vgg(), example=images(1))
     assert repr(net) == "DualBranch(Vgg: layer='features.4', head='classifier', 4 classes, not fitted)"
     assert net.head is net.model.classifier
-    assert net.layer is net.model.features[4]  # type: ignore[union-attr, index]
+    assert net.layer is net.model.get_submodule("features.4")
     assert net.classes == 4
 
 
@@ -285,6 +289,42 @@ def test_attach_sees_through_wrappers() -> None:
     assert attach(nn.DataParallel(model), example=images(1)).model is model
     with pytest.raises(AttachError, match=r"needs a torch\.nn\.Module, not str"):
         attach("resnet50")  # type: ignore[arg-type]
+
+
+def test_a_model_made_in_inference_mode_is_refused_with_what_to_do() -> None:
+    with torch.inference_mode():
+        model = Gap()
+        with pytest.raises(
+            AttachError, match=r"made inside torch\.inference_mode\(\).* a copy of it, outside"
+        ):
+            attach(model, example=images(1))
+    net = attach(copy.deepcopy(model), example=images(1))
+    with torch.no_grad():
+        assert torch.equal(net(images()).softmax, model(images()))
+
+
+def test_a_model_that_forbids_gradients_itself_is_explained_all_the_same() -> None:
+    class Forbidding(Gap):
+        @torch.no_grad()
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    model, plain = Forbidding(), Gap()
+    plain.load_state_dict(model.state_dict())
+    net, other = attached(model), attached(plain)
+    for branch in ("sigmoid", "softmax"):
+        gradients = []
+        for used in (net, other):
+            passage = used.run(images(), grad=True)
+            logits = passage.sigmoid if branch == "sigmoid" else passage.softmax_logits
+            gradients.append(torch.autograd.grad(logits[:, 1].sum(), passage.cut)[0])
+        assert torch.equal(gradients[0], gradients[1])
+
+
+def test_running_from_pooled_works_after_moving_the_network(convnext: nn.Module) -> None:
+    net = attach(copy.deepcopy(convnext), example=images(1, size=64)).to(torch.float64)
+    out = net(images(2, size=64).double())
+    assert torch.allclose(net.sigmoid.from_pooled(out.pooled), out.sigmoid)
 
 
 # ---------------------------------------------------------------------------------------------- the file
@@ -359,9 +399,9 @@ def test_other_weights_are_refused(saved: tuple[DualBranch, Path]) -> None:
 def test_other_batch_norm_statistics_are_other_weights_but_a_count_is_not() -> None:
     model = Normed()
     before = fingerprint(model)
-    model.bn1.num_batches_tracked += 1  # type: ignore[operator]
+    model.get_buffer("bn1.num_batches_tracked").add_(1)
     assert fingerprint(model) == before
-    model.bn1.running_mean += 0.1  # type: ignore[operator]
+    model.get_buffer("bn1.running_mean").add_(0.1)
     assert fingerprint(model) != before
 
 
@@ -428,7 +468,7 @@ def test_tensors_of_other_shapes_are_refused(saved: tuple[DualBranch, Path]) -> 
 def _about(path: Path) -> object:
     from safetensors import safe_open
 
-    with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(path, "pt") as file:
         return json.loads(file.metadata()["sigcam-branch"])
 
 

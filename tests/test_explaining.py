@@ -34,7 +34,7 @@ def gap_net(
 ) -> DualBranch:
     """A GAP + linear network in float64, so that identities hold to the last digits."""
     torch.manual_seed(seed)
-    return attached(Gap(classes, channels)).to(dtype)  # type: ignore[no-any-return]
+    return attached(Gap(classes, channels)).to(dtype)
 
 
 def exact(count: int = 3, seed: int = 0) -> Tensor:
@@ -499,8 +499,9 @@ def test_an_unfitted_branch_warns_once_per_network_and_only_for_itself() -> None
     for net in (attach(model, example=images(1)), attach(model, example=images(1))):
         explain(net, images(), branch="softmax")
         explain(net, images(), branch="centred")
-        with pytest.warns(UserWarning, match="not fitted, so these maps are noise"):
+        with pytest.warns(UserWarning, match="not fitted, so these maps are noise") as caught:
             explain(net, images())
+        assert caught[0].filename == __file__
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             explain(net, images())
@@ -531,6 +532,8 @@ def test_pictures_and_paths_are_taken_where_preprocessing_is_known(tmp_path: Pat
         assert torch.equal(ex.maps, expected)
         assert np.array_equal(np.asarray(ex.pictures[0]), np.asarray(picture()))
     assert len(explain(net, [picture(), tmp_path / "one.png"])) == 2
+    with pytest.raises(DataError, match="PIL images or paths, not ndarray"):
+        explain(net, images().numpy())  # type: ignore[arg-type]
     with pytest.raises(DataError, match="no pictures"):
         explain(net, [])
     with pytest.raises(DataError, match=r"none\.png"):

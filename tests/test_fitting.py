@@ -204,7 +204,9 @@ def test_a_shuffling_loader_gives_the_same_branch_whatever_the_global_seed() -> 
 def test_dropout_inside_the_head_is_active_while_fitting_and_not_after() -> None:
     model, still = Vgg(), Vgg()
     still.load_state_dict(model.state_dict())
-    still.classifier[2].p = 0.0
+    dropout = still.classifier[2]
+    assert isinstance(dropout, nn.Dropout)
+    dropout.p = 0.0
     nets = [fresh(model), fresh(still)]
     for net in nets:
         fit(net, easy_data(), FitConfig(epochs=2))
@@ -274,7 +276,8 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
     """Items without a length."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from easy_data()
+        data = easy_data()
+        yield from (data[i] for i in range(len(data)))
 
 
 def test_samples_datasets_loaders_lists_and_streams_give_one_branch() -> None:

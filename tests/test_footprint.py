@@ -18,6 +18,7 @@ from tiny import (
     Gap,
     InPlace,
     Normed,
+    OnPlace,
     Probabilities,
     TwoHeads,
     Vgg,
@@ -27,14 +28,14 @@ from tiny import (
     untouched,
 )
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from sigcam.config import FitConfig
 from sigcam.dual import DualBranch, attach
 from sigcam.explaining import explain
 from sigcam.fitting import fit
 
-MODELS: list[Callable[[], nn.Module]] = [Gap, Vgg, Normed, InPlace, Probabilities, TwoHeads]
+MODELS: list[Callable[[], nn.Module]] = [Gap, Vgg, Normed, InPlace, OnPlace, Probabilities, TwoHeads]
 QUICK = FitConfig(epochs=3, batch_size=8)
 
 
@@ -44,6 +45,21 @@ def bare(model: nn.Module, x: Tensor) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         out: Tensor = twin(x.clone())
     return out
+
+
+def test_a_model_that_works_in_place_changes_neither_images_nor_features() -> None:
+    model = OnPlace().eval()
+    net = attached(model)
+    model.greedy = True
+    with torch.inference_mode():
+        inside = images()
+    for x in (images(), inside):
+        features = model.body(images() - 0.1)
+        for passage in (net.run(x), net.run(x, grad=True)):
+            assert torch.equal(passage.features, features)
+            assert torch.equal(passage.softmax, bare(model, images()))
+        explain(net, x)
+        assert torch.equal(x, images())
 
 
 def mix_up(model: nn.Module) -> nn.Module:
@@ -143,13 +159,13 @@ def test_train_mode_trains_the_branch_on_eval_mode_features() -> None:
 
 def test_a_frozen_batch_norm_inside_the_head_copy_stays_frozen_while_fitting() -> None:
     net = attached(Normed())
-    norm = net.sigmoid.copies[0][1]
+    norm = net.get_submodule("sigmoid.copies.0.1")
     before = {name: value.clone() for name, value in norm.state_dict().items()}
     fit(net, easy_data(), QUICK)
     assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
     net.train()
     assert not norm.training
-    assert net.sigmoid.copies[0][3].training  # dropout follows
+    assert net.get_submodule("sigmoid.copies.0.3").training  # dropout follows
 
 
 @pytest.mark.parametrize("make", [Vgg, InPlace], ids=["module", "function"])
@@ -287,6 +303,7 @@ def test_an_error_inside_the_model_passes_through_and_leaves_nothing_behind(
 
 def test_an_error_while_attaching_leaves_nothing_behind() -> None:
     model = mix_up(Breakable())
+    assert isinstance(model.early, Failing)
     model.early.broken = ValueError("broken")
     with untouched(model), pytest.raises(Exception, match="broken"):
         attach(model, example=images(1))
@@ -301,7 +318,7 @@ def test_an_error_in_the_branch_or_in_a_target_leaves_nothing_behind() -> None:
 
     with untouched(model), pytest.raises(ZeroDivisionError):
         explain(net, images(), target=target)
-    copied = net.sigmoid.copies[0][0]
+    copied = net.get_submodule("sigmoid.copies.0.0")
     assert isinstance(copied, Failing)
     copied.broken = ValueError("in the branch")
     with untouched(model), untouched(net.sigmoid), pytest.raises(ValueError, match="in the branch"):
@@ -433,7 +450,10 @@ def test_explaining_goes_on_while_another_thread_fits_another_branch() -> None:
         for _ in range(20):
             assert torch.equal(explain(net, images()).maps, expected)
 
-    in_threads(explaining, lambda: fit(learner, easy_data(), QUICK) and None)
+    def fitting() -> None:
+        fit(learner, easy_data(), QUICK)
+
+    in_threads(explaining, fitting)
     assert all(torch.equal(a, b) for a, b in zip(learner.parameters(), alone.parameters(), strict=True))
 
 
@@ -454,7 +474,7 @@ def test_train_reaches_only_the_branch() -> None:
     model = Vgg().eval()
     net = attached(model)
     net.train()
-    assert net.sigmoid.copies[0][2].training
+    assert net.get_submodule("sigmoid.copies.0.2").training
     assert not any(module.training for module in model.modules())
     model.train()
     net.eval()
@@ -513,6 +533,6 @@ def test_moving_the_network_moves_model_and_branch(make: Callable[[], nn.Module]
     x = images().double()
     assert all(p.dtype == torch.float64 for p in (*net.parameters(), *net.model.parameters()))
     assert net(x).softmax.dtype == net(x).sigmoid.dtype == torch.float64
-    data = [(image.double(), label) for image, label in easy_data()]
-    fit(net, data, QUICK)  # type: ignore[arg-type]
+    inputs, labels = easy_data()[:]
+    fit(net, TensorDataset(inputs.double(), labels), QUICK)
     assert explain(net, x).maps.dtype == torch.float64

@@ -16,6 +16,7 @@ from nets import (
     Adapter,
     ConvThenMean,
     CosineHead,
+    Encoder,
     FlatMlp,
     FrozenTrunk,
     FunctionalRelu,
@@ -111,6 +112,11 @@ OWN: dict[str, tuple[Callable[[], nn.Module], str, str, bool, tuple[int, int, in
         lambda: PlainVit(WIDE, batch_first=False),
         *("head", "layers.1.norm1", False, (16, 4, 6)),
     ),
+    "torch's encoder, read at the class token": (
+        lambda: Encoder(pooled=False),
+        *("head", "encoder.layers.1", False, (16, 4, 6)),
+    ),
+    "torch's encoder, averaged": (lambda: Encoder(pooled=True), "head", "encoder", False, (16, 4, 6)),
     "normalise first": (
         lambda: nn.Sequential(Normalise(), FunctionalRelu()),
         *("1.fc", "1.bn2", True, (12, 4, 6)),
@@ -137,9 +143,24 @@ def test_logits_are_found_in_what_the_model_returns(wrapping: str, classes: int)
 
 def test_one_squeezed_logit_per_image_is_one_column() -> None:
     net = check(Returns(lambda logits, _: logits[:, 0], classes=1))
-    assert net.classes == 1 and net.split.output == "logits"
-    net = check(Returns(lambda logits, _: logits.squeeze(1).sigmoid(), classes=1))
-    assert net.classes == 1 and net.split.output == "probabilities"
+    assert net.classes == 1 and net(torch.randn(3, 3, *WIDE)).softmax.shape == (3, 1)
+
+
+@pytest.mark.parametrize("classes", [1, 2, 5])
+def test_probabilities_are_told_from_logits(classes: int) -> None:
+    ends: list[tuple[Any, str]] = [
+        (lambda logits, _: logits, "logits"),
+        (lambda logits, _: logits.squeeze(-1).sigmoid(), "probabilities"),
+        (lambda logits, _: nn.functional.logsigmoid(logits), "logits"),
+    ]
+    if classes > 1:
+        ends += [
+            (lambda logits, _: logits.softmax(1), "probabilities"),
+            (lambda logits, _: logits.log_softmax(1), "logits"),
+        ]
+    for end, kind in ends:
+        net = check(Returns(end, classes))
+        assert net.split.output == kind and net.split.heads == ("fc",)
 
 
 @pytest.mark.parametrize("how", ["no_grad", "detach", "everything"])
@@ -150,7 +171,7 @@ def test_a_trunk_that_records_no_gradient_is_explained_all_the_same(how: str) ->
 
 @pytest.mark.parametrize(("size", "channels"), [(32, 3), (28, 1), (64, 3)])
 def test_an_mlp_on_the_flattened_map_finds_its_own_input_size(size: int, channels: int) -> None:
-    net = check(FlatMlp(size=size, channels=channels), (size, size), channels, example=False)
+    net = check(FlatMlp(size=(size, size), channels=channels), (size, size), channels, example=False)
     assert (net.split.heads, net.split.layer) == (("classifier",), "features.1")
 
 
@@ -248,6 +269,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, str], str]] = {
         lambda: Returns(WRAPPINGS["tensor"], head=nn.Identity()),
         *({}, "(num_classes=0)? Give it a classifier, or name the module: attach(model, head='...')."),
     ),
+    "head taken off": (
+        lambda: FlatMlp(size=(32, 48), last=nn.Identity()),
+        *({}, "FlatMlp has no head with parameters: its (1, 16) output is not made by a layer with 16"),
+    ),
     "no module": (Bare, {}, "Bare has no head with parameters"),
     "no map": (no_map, {}, "no layer of Sequential before its head '3' gives a map"),
     "unknown head": (
@@ -300,7 +325,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, str], str]] = {
         ),
     ),
     "two streams": (TwoStreams, {}, "several layers of TwoStreams feed its head: 'left', 'right'. Name one"),
-    "one head, two views": (TwoViews, {}, "the output layer 'fc' of TwoViews runs 2 times in one pass."),
+    "one head, two views": (
+        TwoViews,
+        {},
+        "the output layer 'fc' of TwoViews runs several times in one pass.",
+    ),
     "segmentation map": (
         lambda: nn.Conv2d(3, 5, 1),
         *({}, "the model returned (1, 5, 32, 48) for 1 image(s), not (B, C) logits: sigcam explains image"),
@@ -314,7 +343,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, str], str]] = {
         "FunctionalRelu returns NaN or infinite logits for a random input: check its",
     ),
     "wrong input size": (
-        lambda: FlatMlp(size=64),
+        lambda: FlatMlp(size=(64, 64)),
         *({}, "FlatMlp could not be run on a random image of 3x32x48 (RuntimeError: mat1 and mat2 shapes"),
     ),
     "no module at all": (lambda: "resnet50", {}, "attach needs a torch.nn.Module, not str."),
@@ -347,7 +376,7 @@ def test_torchscript_is_refused() -> None:
 
 
 def test_a_model_that_takes_none_of_the_usual_sizes_asks_for_an_example() -> None:
-    model = FlatMlp(size=48)
+    model = FlatMlp(size=(48, 48))
     with pytest.raises(
         AttachError, match=r"of 3x224x224, 3x32x32, .* attach\(model, example=tensor of"
     ) as caught:

@@ -26,6 +26,6 @@ class FitConfig:
     batch_size: int = 32
     views: Literal[1, 2] = 2
     pos_weight: float | Literal["balanced"] = "balanced"
-    l2: float = 0.0
+    l2: float = 0.01
     workers: int = 0
     seed: int = 0

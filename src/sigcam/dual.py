@@ -121,7 +121,6 @@ class DualBranch(nn.Module):
         """One pass. With `grad`, both heads' logits can be differentiated with respect to `.cut`."""
         recording = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad(), _casting_anew():
-            images = images.clone() if images.is_inference() else images
             tap = self._tap(images, grad=grad and self.inline)
             bare = tap.logits
             if grad and not self.inline:
@@ -143,7 +142,7 @@ class DualBranch(nn.Module):
             if self.split.activation or (grad and self.forced):
                 stack.enter_context(tap)
             stack.enter_context(torch.no_grad())  # also what ends the recording that a hook began
-            output = self.model(images)
+            output = self.model(images.clone())  # a model may change its input in place
         tap.logits = logits_of(output, len(images))
         return tap.checked()
 
@@ -247,6 +246,8 @@ class _Tap(TorchFunctionMode):
             self._awaited = None
             return self.take(func(*args, **kwargs))
         if self._cut is not None and self.grad:
+            if self.net.forced and func.__name__ == "detach":  # a frozen trunk may end in one
+                return args[0]
             with torch.enable_grad():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
@@ -305,9 +306,13 @@ def attach(
         model = inner
     if not isinstance(model, nn.Module):
         raise AttachError(f"attach needs a torch.nn.Module, not {type(given).__name__}.")
+    if any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
+        raise AttachError(
+            f"this {type(model).__name__} was made inside torch.inference_mode(), so that no gradient can "
+            "pass its weights: make it, or a copy of it, outside."
+        )
     with torch.inference_mode(False), _casting_anew():
-        if example is not None and example.is_inference():
-            example = example.clone()
+        example = None if example is None else example.clone()  # it may have been made in inference mode
         split, example = find_split(model, head=head, layer=layer, example=example, seed=seed)
         heads = [model.get_submodule(name) for name in split.heads]
         sigmoid = SigmoidHead(heads, classes=split.classes, init=init, seed=seed)

@@ -160,7 +160,8 @@ class Explanation:
             cells.append(
                 f"<figure style='display:inline-block;margin:4px'><img src='data:image/png;base64,{source}'>"
                 f"<figcaption>{escape(first['class_name'])}<br>probability {first['probability']:.3f}, "
-                f"evidence {first['evidence']:.3f}{'<br>blank map' if first['blank'] else ''}</figcaption></figure>"
+                f"evidence {first['evidence']:.3f}{'<br>blank map' if first['blank'] else ''}"
+                "</figcaption></figure>"
             )
         return "".join(cells)
 
@@ -331,6 +332,10 @@ def _as_batch(
     given = [images] if isinstance(images, Image.Image | str | Path) else list(images)
     if not given:
         raise DataError("no pictures were given.")
+    for item in given:
+        if not isinstance(item, Image.Image | str | Path):
+            what = "a (B, C, H, W) tensor, or pictures: PIL images or paths"
+            raise DataError(f"images must be {what}, not {type(item).__name__}.")
     pictures = tuple(p.convert("RGB") if isinstance(p, Image.Image) else open_picture(Path(p)) for p in given)
     return torch.stack([net.transform(p) for p in pictures]).to(net.device), pictures
 
@@ -408,5 +413,5 @@ def _warn_unfitted(net: DualBranch) -> None:
             "the sigmoid branch is not fitted, so these maps are noise: fit it (sigcam.fit), load one "
             "(sigcam.load), "
             "or use branch='centred', which needs no training.",
-            stacklevel=3,
+            stacklevel=4,  # where explain was called
         )

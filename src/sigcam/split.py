@@ -7,7 +7,6 @@ the grid; the head is the outermost module around the output layer that starts a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sigcam.errors import AttachError
-from sigcam.trace import Output, Size, Trace, default_examples, logits_of, run_traced
+from sigcam.trace import Output, Size, Trace, listed, logits_of, probe
 
 Layout = Literal["NCHW", "NHWC", "NLC", "LNC"]  # here N is the batch, C the channels, L the tokens
 
@@ -99,9 +98,9 @@ def find_split(
     for argument, name in (("head", head), ("layer", layer)):
         if name is not None and name not in names:
             close = ", ".join(map(repr, get_close_matches(name, names, n=3, cutoff=0.4)))
-            hint = f": did you mean {close}?" if close else f". Its modules: {_listed(names)}."
+            hint = f": did you mean {close}?" if close else f". Its modules: {listed(names)}."
             raise AttachError(f"{argument}={name!r} is not a module of {type(model).__name__}{hint}")
-    example, trace, output = _probe(model, example, seed)
+    example, trace, output = probe(model, example, seed)
     logits = logits_of(output, len(example))
     if not bool(torch.isfinite(logits).all()):
         raise AttachError(
@@ -109,30 +108,6 @@ def find_split(
             "or pass an input that it knows: attach(model, example=...)."
         )
     return _Finder(model, trace, logits, (example.shape[-2], example.shape[-1])).split(head, layer), example
-
-
-def _probe(model: nn.Module, example: Tensor | None, seed: int) -> tuple[Tensor, Trace, Any]:
-    failure: Exception | None = None
-    tried: dict[str, None] = {}
-    for candidate in [example] if example is not None else default_examples(model, seed):
-        if candidate.ndim != 4:
-            raise AttachError(f"example must be (1, C, H, W), not {tuple(candidate.shape)}.")
-        try:
-            return candidate, *run_traced(model, candidate)
-        except AttachError:
-            raise
-        except Exception as error:  # any user network, any failure: the next size, then one line
-            failure = failure or error
-            tried["x".join(map(str, candidate.shape[1:]))] = None
-    raise AttachError(
-        f"{type(model).__name__} could not be run on a random image of {_listed(tried)} "
-        f"({type(failure).__name__}: {' '.join(str(failure).split())[:200]}). "
-        "Pass one that it takes: attach(model, example=tensor of (1, C, H, W))."
-    ) from failure
-
-
-def _listed(words: Mapping[str, Any] | list[str], most: int = 10) -> str:
-    return ", ".join(list(words)[:most]) + (", ..." if len(words) > most else "")
 
 
 # -------------------------------------------------------------------------------------------- deciding
@@ -150,20 +125,21 @@ class _Finder:
         self.calls = {output.name: output.call for output in trace.outputs}  # the last one counts them
 
     def split(self, head: str | None, layer: str | None) -> Split:
-        last = [self.named_head(head)] if head is not None else self.output_layers("")
+        last = self.output_layers() if head is None else [self.named_head(head)]
         candidates = self.candidates(last)
         alive = self.alive(candidates, last)
-        if layer is not None:
-            chosen, fold = self.named_layer(layer, last, candidates, alive)
-        else:
+        if layer is None:
             chosen, fold = self.frontier(alive, last)
+        else:
+            chosen, fold = self.named_layer(layer, last, candidates, alive)
         where = self.outermost(chosen)
         if head is None:
             heads, whole = self.heads(last, where.name)
         else:
             heads, whole = (head,), self.returns_logits(last[0])
-            inner = self.output_layers(head) if whole else []
-            last = inner if len(inner) == 1 else last
+            inner = self.last_layers(head)
+            if whole and len(inner) == 1 and _has_outputs(inner[0], self.classes):
+                last = inner
         before = [(o, f(o.tensor, self.image).shape[1:]) for o, f in alive if o.end <= chosen.end]
         return Split(
             heads=heads,
@@ -174,32 +150,45 @@ class _Finder:
             activation=self.activation_after(chosen),
             fold=fold,
             classes=self.classes,
-            output=self.output_kind(),
+            output=self.output_kind(last),
             spatial=tuple((o.name, n, p, q) for o, (n, p, q) in before if self.outermost(o) is o),
         )
 
     # --- the head
 
-    def output_layers(self, inside: str) -> list[Output]:
-        """The last layers with a weight matrix before the logits, `inside` a module; each with C outputs."""
+    def last_layers(self, inside: str = "") -> list[Output]:
+        """The last layers with a weight matrix before the logits, inside the module; or norms after them."""
         layers = [o for o in self.trace.outputs if self.is_layer(o.module) and _within(o.name, inside)]
+        made = {o.value for o in layers}  # a norm right on an output layer's logits is part of the tail
+        norms = [o for o in self.trace.outputs if is_norm(o.module)]
+        layers += [o for o in norms if o.tensor.ndim > 2 or not made & {*o.inputs}]
         gradients = _gradients(self.logits, [o.tensor for o in layers])
         reaching = [o for o, g in zip(layers, gradients, strict=True) if g is not None]
         ancestors = self.ancestry(reaching)
-        last = [o for o in reaching if not any(o.value in ancestors[p.value] for p in reaching if p is not o)]
-        if not last or not all(_has_outputs(o, self.classes) for o in last):
+        return [o for o in reaching if not any(o.value in ancestors[p.value] for p in reaching if p is not o)]
+
+    def output_layers(self) -> list[Output]:
+        """The last layers, which must have C outputs each and run once."""
+        last = self.last_layers()
+        wrong = not last or any(is_norm(o.module) or not _has_outputs(o, self.classes) for o in last)
+        if wrong or self.head_was_taken_off(last[-1].end):
             raise AttachError(
                 f"{self.kind} has no head with parameters: its {tuple(self.logits.shape)} output is not made "
                 f"by a layer with {self.classes} outputs. Is it a feature extractor (num_classes=0)? Give it "
                 "a classifier, or name the module: attach(model, head='...')."
             )
-        twice = next((o.name for o in last if self.calls[o.name] > 1), None)
-        if twice is not None:
+        if any(self.calls[o.name] > 1 for o in last):
             raise AttachError(
-                f"the output layer {twice!r} of {self.kind} runs {self.calls[twice]} times in one pass. Put "
-                "what makes the logits of these into one module and name it: attach(model, head='...')."
+                f"the output layer {last[0].name!r} of {self.kind} runs several times in one pass. Put what "
+                "makes one output of these into one module and name it: attach(model, head='...')."
             )
         return last
+
+    def head_was_taken_off(self, time: int) -> bool:
+        """Whether an Identity returns the "logits", and they come out of a hidden layer's activation."""
+        replaced = any(type(o.module) is nn.Identity and self.returns_logits(o) for o in self.trace.outputs)
+        hidden = ACTIVATIONS - {"sigmoid", "sigmoid_", "logsigmoid"}
+        return replaced and any(call.name in hidden for call in self.trace.calls if call.time > time)
 
     def is_layer(self, module: nn.Module) -> bool:
         """Has a weight matrix of its own, and no children with parameters unless the matrix is C wide."""
@@ -212,7 +201,7 @@ class _Finder:
 
     def named_head(self, name: str) -> Output:
         able = [o for o in self.trace.outputs if _has_parameters(o.module) and _has_outputs(o, self.classes)]
-        able_names = _listed([repr(o.name) for o in able[::-1] if o.name], most=3)
+        able_names = listed([repr(o.name) for o in able[::-1] if o.name], most=3)
         valid = f"Modules with {self.classes} outputs: {able_names or 'none'}."
         output = next((o for o in reversed(self.trace.outputs) if o.name == name), None)
         if output is None:
@@ -255,14 +244,13 @@ class _Finder:
             output.tensor.detach().reshape(self.logits.shape).float(), self.logits.detach().float()
         )
 
-    def output_kind(self) -> Literal["logits", "probabilities"]:
-        if self.classes == 1:
-            value = self.trace.value(self.logits)
-            made_by = [call.name for call in self.trace.calls if value in call.outputs]
-            return "probabilities" if "sigmoid" in made_by else "logits"
+    def output_kind(self, last: list[Output]) -> Literal["logits", "probabilities"]:
         rows = self.logits.detach().double()
-        sums_to_one = torch.allclose(rows.sum(1), torch.ones_like(rows[:, 0]), atol=1e-3)
-        return "probabilities" if bool((rows >= 0).all()) and sums_to_one else "logits"
+        if bool((rows < 0).any()) or bool((rows > 1).any()):
+            return "logits"
+        sums_to_one = self.classes > 1 and torch.allclose(rows.sum(1), torch.ones_like(rows[:, 0]), atol=1e-3)
+        after = {call.name for call in self.trace.calls if call.time > last[-1].end}
+        return "probabilities" if sums_to_one or after & {"sigmoid", "sigmoid_"} else "logits"
 
     # --- the features
 
@@ -371,7 +359,7 @@ class _Finder:
         self, name: str, last: list[Output], candidates: Spatial, alive: Spatial
     ) -> tuple[Output, Fold]:
         names = dict.fromkeys(repr(self.outermost(o).name) for o, _ in alive[::-1])
-        valid = f"Layers that do: {_listed(names, most=3)}."
+        valid = f"Layers that do: {listed(names, most=3)}."
         output = next((o for o in reversed(self.trace.outputs) if o.name == name), None)
         if output is None:
             raise AttachError(f"layer={name!r} did not run, or returned no tensor, so gives no map. {valid}")
@@ -438,8 +426,9 @@ def is_activation(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """A normalisation layer, by the name of its class."""
-    return "norm" in type(module).__name__.lower()
+    """A normalisation layer, by the name of its class; one with a matrix, or with layers inside, is more."""
+    named = "norm" in type(module).__name__.lower() and not any(map(_has_parameters, module.children()))
+    return named and not any(p.ndim == 2 for p in module.parameters())
 
 
 def _is_pooling(module: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
@@ -195,6 +195,33 @@ def run_traced(model: nn.Module, example: Tensor) -> tuple[Trace, Any]:
 
 def _leave(trace: Trace, name: str) -> Callable[[nn.Module, Any, Any], Any]:
     return lambda module, args, out: trace.leave(name, module, out)
+
+
+def probe(model: nn.Module, example: Tensor | None, seed: int) -> tuple[Tensor, Trace, Any]:
+    """The example the model could be run on (given, or the first that fits), its trace and its output."""
+    failure: Exception | None = None
+    tried: dict[str, None] = {}
+    for candidate in [example] if example is not None else default_examples(model, seed):
+        if candidate.ndim != 4:
+            raise AttachError(f"example must be (1, C, H, W), not {tuple(candidate.shape)}.")
+        try:
+            return candidate, *run_traced(model, candidate)
+        except AttachError:
+            raise
+        except Exception as error:  # any user network, any failure: the next size, then one line
+            failure = failure or error
+            tried["x".join(map(str, candidate.shape[1:]))] = None
+    raise AttachError(
+        f"{type(model).__name__} could not be run on a random image of {listed(tried)} "
+        f"({type(failure).__name__}: {' '.join(str(failure).split())[:200]}). "
+        "Pass one that it takes: attach(model, example=tensor of (1, C, H, W))."
+    ) from failure
+
+
+def listed(words: Iterable[str], most: int = 10) -> str:
+    """The first few words, separated by commas."""
+    words = list(words)
+    return ", ".join(words[:most]) + (", ..." if len(words) > most else "")
 
 
 def default_examples(model: nn.Module, seed: int) -> Iterator[Tensor]:

@@ -1,0 +1,39 @@
+"""The main job, small: everything is written, predictions stand, the branch loads back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import sigcam
+from sigcam.demo import run_demo
+from sigcam.models import load_classifier
+
+
+@pytest.mark.slow
+def test_demo_writes_figures_branch_and_table_and_changes_no_prediction(tmp_path: Path):
+    stages = []
+    table = run_demo(tmp_path, images=64, test_images=48, progress=lambda *step: stages.append(step))
+    assert table["predictions_changed"] == 0 and table["weights_unchanged"]
+    assert table["accuracy_before"] == table["accuracy_after"]
+    assert [(row["branch"], row["clamp"]) for row in table["maps"]] == [
+        ("softmax", "signed"),
+        ("softmax", "positive only"),
+        ("centred", "signed"),
+        ("sigmoid", "signed"),
+        ("sigmoid", "positive only"),
+    ]
+    assert all(0.05 < row["iou"] < 1 for row in table["maps"])
+    for name in ("maps.png", "distortions.png"):
+        with Image.open(tmp_path / name) as figure:
+            assert figure.width > 900
+    assert json.loads((tmp_path / "manifest.json").read_text())["numbers"] == table
+    classifier = load_classifier("embedded", weights=tmp_path / "classifier.safetensors")
+    net = sigcam.load(tmp_path / "branch.safetensors", classifier.model)
+    assert net.fitted and net.class_names == classifier.classes
+    assert all(done <= total for _, done, total in stages)
+    with torch.no_grad():
+        image = torch.randn(2, 3, 224, 224)
+        assert torch.equal(net(image).softmax, classifier.model(image))
