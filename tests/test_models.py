@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sigcam import models
 from sigcam.errors import ModelError
-from sigcam.models import Preprocess, load_classifier, save_classifier
+from sigcam.models import Preprocess, declared_transform, load_classifier, save_classifier
 
 TIMM, VISION = "timm:test_resnet", "torchvision:squeezenet1_1"  # small and quick to build
 
@@ -571,3 +571,12 @@ def test_hf_without_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "transformers", None)
     with refused('pip install "sigcam[hf]"'):
         load_classifier("hf:google/vit")
+
+
+def test_a_timm_model_in_memory_declares_its_preprocessing_and_others_declare_none():
+    import timm
+    from torchvision.models import resnet18
+
+    found = declared_transform(timm.create_model("tf_efficientnet_lite0"))
+    assert isinstance(found, Preprocess) and found.mean == (0.5, 0.5, 0.5) and found.resize is None
+    assert declared_transform(resnet18(weights=None)) is None

@@ -140,7 +140,7 @@ def train_classifier(
     """Train a softmax classifier on a folder, for the branch to be attached to."""
     from sigcam.errors import DataError
     from sigcam.manifest import data_fingerprint, prepare_folder, write_manifest
-    from sigcam.models import load_classifier, save_classifier
+    from sigcam.models import save_classifier
     from sigcam.training import train_probe
 
     if not probe:
@@ -149,9 +149,7 @@ def train_classifier(
         )
     samples = _enough(_open(data, format, "train"))
     prepare_folder(output)
-    classifier = load_classifier(
-        model, weights=weights, device=_device(device), crop=crop, num_classes=len(samples.classes)
-    )
+    classifier = _load(model, weights, crop, device, len(samples.classes))
     with progress_bar() as progress:
         result = train_probe(
             classifier,
@@ -434,6 +432,20 @@ def _enough(samples: Samples) -> Samples:
     return samples
 
 
+def _load(
+    model: str, weights: Path | None, crop: bool, device: str, classes: int | None = None
+) -> Classifier:
+    import torch
+
+    from sigcam.models import load_classifier
+
+    classifier = load_classifier(
+        model, weights=weights, device=_device(device), crop=crop, num_classes=classes
+    )
+    classifier.model.to(memory_format=torch.channels_last)  # up to twice as fast; the model is ours alone
+    return classifier
+
+
 def _attach(
     model: str,
     weights: Path | None,
@@ -445,11 +457,10 @@ def _attach(
 ) -> tuple[Classifier, DualBranch]:
     from sigcam.dual import attach
     from sigcam.errors import CheckpointError
-    from sigcam.models import load_classifier
 
     if branch_file is not None and not branch_file.is_file():
         raise CheckpointError(f"--branch {branch_file}: there is no such file, and no branch of that name.")
-    classifier = load_classifier(model, weights=weights, device=_device(device), crop=crop)
+    classifier = _load(model, weights, crop, device)
     net = attach(classifier.model, head=head, layer=layer)
     net.transform, net.class_names = classifier.transform, classifier.classes
     return classifier, net

@@ -24,7 +24,7 @@ class FitConfig:
     epochs: int = 30
     lr: float = 1e-3
     batch_size: int = 32
-    views: Literal[1, 2] = 2
+    views: Literal[1, 2] = 1
     pos_weight: float | Literal["balanced"] = "balanced"
     l2: float = 0.01
     workers: int = 0

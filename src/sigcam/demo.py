@@ -106,7 +106,7 @@ def _predictions(classifier: Classifier, samples: Samples, progress: Progress) -
     """What the bare classifier says, (images,)."""
     found = []
     with torch.no_grad():
-        for batch in collect(samples, classifier.transform, batch_size=32):
+        for batch in collect(samples, classifier.transform, batch_size=8):
             device = next(classifier.model.parameters()).device
             found.append(classifier.model(batch.images.to(device)).argmax(1).cpu())
     return torch.cat(found)
@@ -116,7 +116,7 @@ def _measure(net: DualBranch, samples: Samples, progress: Progress) -> tuple[Ten
     """Best threshold index per cell, mean IoU (cells, thresholds), and maps per second of one branch."""
     assert net.transform is not None
     total, seconds, count = torch.zeros(len(CELLS), len(THRESHOLDS), dtype=torch.float64), 0.0, 0
-    for batch in collect(samples, net.transform, batch_size=32):
+    for batch in collect(samples, net.transform, batch_size=8):
         masks = torch.stack([_mask(samples, i) for i in batch.indices])
         began = time.perf_counter()
         passage = net.run(batch.images.to(net.device), grad=True)  # one pass serves every cell of the table
@@ -129,7 +129,7 @@ def _measure(net: DualBranch, samples: Samples, progress: Progress) -> tuple[Ten
                 inside = (above & masks).flatten(1).sum(1)
                 total[cell, i] += (inside / (above | masks).flatten(1).sum(1)).sum().double()
         count += len(batch.indices)
-        progress("measuring", count, len(samples))
+        progress("measured", count, len(samples))
     ious = total / count
     return ious.argmax(1), ious, count / seconds
 

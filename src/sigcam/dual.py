@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from sigcam.errors import AttachError, CheckpointError
 from sigcam.heads import Init, Inputs, SigmoidHead, Tail, on_tensors, record_tail
+from sigcam.models import declared_transform
 from sigcam.split import ACTIVATIONS, Split, find_split
 from sigcam.trace import Size, borrowed, logits_of
 
@@ -327,9 +328,7 @@ def attach(
         sigmoid.prepare(inputs)
         _choose_gradients(net, example)
         net.linear = frozenset(b for b in ("softmax", "sigmoid") if _is_gap_linear(net, b, example))
-    transform = getattr(given, "transform", None)
-    if callable(transform) and transform not in list(given.modules()):  # a layer may bear that name
-        net.transform = transform
+    net.transform = declared_transform(given)
     return net
 
 

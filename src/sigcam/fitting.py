@@ -19,6 +19,7 @@ from sigcam.data import Sample, Samples
 from sigcam.data.loading import collect
 from sigcam.dual import DualBranch
 from sigcam.errors import DataError
+from sigcam.trace import chunks
 
 log = logging.getLogger("sigcam")
 Progress = Callable[[str, int, int], None]  # stage, done, total (0: unknown)
@@ -210,7 +211,8 @@ def _extract(
         images, target = _checked(item, net.classes)
         images = images.to(net.device)
         for view, kept in enumerate(views):
-            kept.append(net(images.flip(-1) if view else images).pooled.float().cpu())
+            seen = images.flip(-1) if view else images
+            kept.append(torch.cat([net(part).pooled.float().cpu() for part in chunks(seen)]))
         targets.append(target)
         done += len(target)
         if not bool(torch.isfinite(views[0][-1]).all()):

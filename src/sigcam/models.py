@@ -315,6 +315,17 @@ BUILDERS: dict[str, Callable[[str, int | None, bool], Built]] = {
 # Preprocessing and class names.
 
 
+def declared_transform(model: nn.Module) -> Transform | None:
+    """The preprocessing that a model in memory carries: its own `.transform`, or timm's, squashing."""
+    transform = getattr(model, "transform", None)
+    if callable(transform) and transform not in list(model.modules()):  # a layer may bear that name
+        return transform  # type: ignore[no-any-return]
+    config = getattr(model, "pretrained_cfg", None)
+    if isinstance(config, Mapping) and {"input_size", "mean", "std", "interpolation"} <= set(config):
+        return replace(_timm_preprocess(model), resize=None)
+    return None
+
+
 def _timm_preprocess(model: nn.Module) -> Preprocess:
     """timm's own evaluation preset of a model."""
     from timm.data import resolve_model_data_config

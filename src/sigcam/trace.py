@@ -47,6 +47,15 @@ def borrowed(model: nn.Module) -> Iterator[list[Any]]:
                 module.training = True
 
 
+def chunks(images: Tensor) -> tuple[Tensor, ...]:
+    """The batch in parts that suit its device.
+
+    On a CPU the activations of many images cost more in fresh memory pages than a large batch saves: with
+    EfficientNet-Lite0 at 224 pixels on two cores, 8 images at a time are twice as fast as 32.
+    """
+    return images.split(8) if images.device.type == "cpu" else (images,)
+
+
 def logits_of(output: Any, batch: int) -> Tensor:
     """The (B, C) logits in what a model returned: a tensor, a tuple, a dict, or an object with `.logits`."""
     found = output
@@ -189,7 +198,7 @@ def run_traced(model: nn.Module, example: Tensor) -> tuple[Trace, Any]:
             handles.append(module.register_forward_pre_hook(trace.enter, with_kwargs=True))
             handles.append(module.register_forward_hook(_leave(trace, name)))
         with trace:
-            output = model(example.clone().requires_grad_())
+            output = model(example.detach().requires_grad_().clone())  # no leaf: it may be changed in place
     return trace, output
 
 

@@ -15,7 +15,7 @@ from sigcam.errors import DataError, ModelError
 from sigcam.fitting import Progress
 from sigcam.models import Classifier
 from sigcam.split import find_split
-from sigcam.trace import borrowed
+from sigcam.trace import borrowed, chunks
 
 log = logging.getLogger("sigcam")
 
@@ -107,7 +107,8 @@ def _features(
         if len(batch.images):
             with borrowed(classifier.model) as handles:
                 handles.append(layer.register_forward_pre_hook(keep))
-                classifier.model(batch.images.to(device))
+                for images in chunks(batch.images.to(device)):
+                    classifier.model(images)
             labels.append(batch.labels)
         done += len(batch.indices) + len(batch.skipped)
         if progress:
