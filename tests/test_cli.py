@@ -149,6 +149,7 @@ def test_inspect_names_head_layer_and_map_size(monkeypatch, place, capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["model"]["head"] == "6" and facts["model"]["layer"] == "3"
     assert facts["model"]["map"].startswith("56 x 56") and facts["data"]["images"] == 8
+    assert facts["model"]["finer layers"] == "1 (8 x 112 x 112)"
     assert run(monkeypatch, "inspect", "--model", spec(place)) == 0
     assert "grad-cam" in capsys.readouterr().out
 
@@ -234,6 +235,13 @@ def test_fit_says_what_to_do_when_classes_do_not_match(monkeypatch, place, capsy
         monkeypatch, capsys, "fit", "--model", spec(place), "--data", place / "data", "--output", place / "o"
     )
     assert "3 classes" in line and "train-classifier" in line
+
+
+def test_inspect_refuses_data_and_names_that_are_not_there(monkeypatch, place, capsys):
+    assert "missing" in refuses(monkeypatch, capsys, "inspect", "--data", place / "missing")
+    assert "net.py" in refuses(monkeypatch, capsys, "inspect", "--data", place / "net.py")
+    assert "format" in refuses(monkeypatch, capsys, "inspect", "--data", place / "data", "--format", "zip")
+    assert "layer='9'" in refuses(monkeypatch, capsys, "inspect", "--model", spec(place), "--layer", "9")
 
 
 def test_models_that_are_unknown_or_hold_nan_are_refused(monkeypatch, place, capsys):

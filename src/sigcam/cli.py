@@ -107,8 +107,7 @@ def inspect(
             "global average + linear": ", ".join(sorted(net.linear)) or "no",
             "methods": ", ".join(_usable_methods(net)),
             "branch parameters": f"{sum(p.numel() for p in net.parameters() if p.requires_grad):,}",
-            "other layers": "; ".join(f"{name} ({n} x {p} x {q})" for name, n, p, q in split.spatial[-6:-1])
-            or "none",
+            "finer layers": "; ".join(_finer_layers(net)) or "none",
             "preprocessing": str(classifier.transform),
         }
     if as_json:
@@ -464,6 +463,12 @@ def _attach(
     net = attach(classifier.model, head=head, layer=layer)
     net.transform, net.class_names = classifier.transform, classifier.classes
     return classifier, net
+
+
+def _finer_layers(net: DualBranch) -> list[str]:
+    """For each finer grid that the network passes through, the last layer on it."""
+    last = {(p, q): f"{name} ({n} x {p} x {q})" for name, n, p, q in net.split.spatial}
+    return [text for grid, text in last.items() if grid[0] > net.split.fold.grid[0]]
 
 
 def _usable_methods(net: DualBranch) -> list[str]:

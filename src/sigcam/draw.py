@@ -39,7 +39,7 @@ def overlay(image: Image.Image, values: Tensor, *, signed: bool = False) -> Imag
     base = np.asarray(image.convert("RGB").resize(size, Image.Resampling.BILINEAR), dtype=float)
     strength: NDArray[Any] = values.detach().float().abs().cpu().numpy()
     strength = strength / (strength.max() or 1.0) if signed else np.clip(strength, 0, 1)
-    alpha = (0.75 * strength**0.8)[..., None]
+    alpha = (0.75 * strength)[..., None]
     grey = (
         base.mean(2, keepdims=True) * 0.5 + base * 0.5
     )  # half the colour gone, so that the map's own is read
