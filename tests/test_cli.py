@@ -93,9 +93,9 @@ def test_fit_then_explain_writes_overlay_map_scores_and_manifest(monkeypatch, pl
     assert run(monkeypatch, *words) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["class_name"] in ("cat", "dog") and 0 <= row["evidence"] <= 1
-    values = np.load(place / "out" / "0.npy")
+    values = np.load(place / "out" / "0.map.npy")
     assert values.shape == (224, 224) and values.max() == 1
-    with Image.open(place / "out" / "0.png") as overlay:
+    with Image.open(place / "out" / "0.map.png") as overlay:
         assert overlay.size == (224, 224)
     assert json.loads((place / "out" / "explanation.json").read_text()) == [row]
     assert json.loads((place / "out" / "manifest.json").read_text())["numbers"] == [row]
@@ -304,3 +304,66 @@ def test_help_and_import_load_no_torch():
 def test_the_branch_file_holds_the_branch_alone(monkeypatch, place):
     tensors = load_file(fitted(monkeypatch, place))
     assert {tuple(t.shape) for t in tensors.values()} == {(2, 12), (2,)}
+
+
+def test_explain_never_overwrites_a_picture_or_another_ones_map(monkeypatch, place, capsys):
+    folder = place / "own"
+    folder.mkdir()
+    for name in ("photo.png", "photo.jpg"):
+        Image.new("RGB", (32, 32), "red").save(folder / name)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert (
+        run(monkeypatch, "explain", folder, "--model", spec(place), "--branch", "centred", "--output", folder)
+        == 0
+    )
+    assert all((folder / name).read_bytes() == content for name, content in before.items())
+    assert {path.name for path in folder.glob("*.npy")} == {"photo.png.map.npy", "photo.jpg.map.npy"}
+
+
+def test_a_slip_on_the_command_line_is_one_line(monkeypatch, place, capsys):
+    assert "--nope" in refuses(monkeypatch, capsys, "fit", "--nope")
+    assert "--data" in refuses(monkeypatch, capsys, "fit", "--model", spec(place))
+    assert "explian" in refuses(monkeypatch, capsys, "explian", "a.jpg")
+    assert "--batch-size" in refuses(monkeypatch, capsys, "fit", "--data", place / "data", "--batch-size", 0)
+    assert "pos_weight" in refuses(
+        monkeypatch,
+        capsys,
+        "fit",
+        "--model",
+        spec(place),
+        "--data",
+        place / "data",
+        "--pos-weight",
+        "-3",
+        "--output",
+        place / "o",
+    )
+    assert not (place / "o").exists()
+
+
+def test_a_misspelt_class_folder_is_named_instead_of_shifting_all_labels(monkeypatch, place, capsys):
+    (place / "net.py").write_text(
+        NET + "\ndef named():\n    m = tiny()\n    m.classes = ('cat', 'dog')\n    return m\n"
+    )
+    (place / "data" / "cat").rename(place / "data" / "cta")
+    line = refuses(
+        monkeypatch,
+        capsys,
+        "fit",
+        "--model",
+        spec(place, "named"),
+        "--data",
+        place / "data",
+        "--output",
+        place / "o",
+    )
+    assert "cta" in line
+
+
+def test_a_branch_that_was_never_fitted_is_refused(monkeypatch, place, capsys):
+    import sigcam
+    from sigcam.models import load_classifier
+
+    sigcam.attach(load_classifier(spec(place)).model).save(place / "raw.safetensors")
+    words = ("explain", place / "data" / "cat", "--model", spec(place), "--output", place / "o")
+    assert "never fitted" in refuses(monkeypatch, capsys, *words, "--branch", place / "raw.safetensors")

@@ -406,11 +406,15 @@ def test_other_batch_norm_statistics_are_other_weights_but_a_count_is_not() -> N
 
 
 def test_another_class_count_is_refused(saved: tuple[DualBranch, Path]) -> None:
-    assert "with 4 classes; this Vgg has classifier with 7" in refused(saved[1], Vgg(classes=7))
+    assert "with 4 classes after the layer features.4; this Vgg has classifier with 7" in refused(
+        saved[1], Vgg(classes=7)
+    )
 
 
 def test_another_architecture_is_refused(saved: tuple[DualBranch, Path]) -> None:
-    assert "a head classifier with 4 classes; this Gap has fc" in refused(saved[1], Gap())
+    assert "a head classifier with 4 classes after the layer features.4; this Gap has fc" in refused(
+        saved[1], Gap()
+    )
 
 
 def test_a_missing_named_layer_is_refused(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from sigcam.dual import DualBranch, attach
 from sigcam.errors import DataError
 from sigcam.explaining import Explanation, explain, finish
 from sigcam.methods import METHODS
+from sigcam.models import Preprocess
 from sigcam.probe import Branch, unit_range
 
 BRANCHES: tuple[Branch, ...] = ("sigmoid", "softmax", "centred")
@@ -530,7 +531,7 @@ def test_pictures_and_paths_are_taken_where_preprocessing_is_known(tmp_path: Pat
     for given_ in (picture(), [picture()], tmp_path / "one.png", str(tmp_path / "one.png")):
         ex = explain(net, given_)
         assert torch.equal(ex.maps, expected)
-        assert np.array_equal(np.asarray(ex.pictures[0]), np.asarray(picture()))
+        assert ex.overlay()[0].size == (16, 16)
     assert len(explain(net, [picture(), tmp_path / "one.png"])) == 2
     with pytest.raises(DataError, match="PIL images or paths, not ndarray"):
         explain(net, images().numpy())  # type: ignore[arg-type]
@@ -589,7 +590,7 @@ def test_the_notebook_shows_one_picture_per_image(explanation: Explanation) -> N
 
 def test_an_overlay_of_nothing_is_the_half_grey_picture() -> None:
     net = gap_net(dtype=torch.float32)
-    net.transform = to_tensor
+    net.transform = Preprocess(24, 40)
     with torch.no_grad():
         layer(net, "softmax").weight.sub_(100.0)
     ex = explain(net, picture(), branch="softmax", size=(24, 40))
@@ -597,6 +598,15 @@ def test_an_overlay_of_nothing_is_the_half_grey_picture() -> None:
     pixels = np.asarray(picture(), dtype=float)
     expected = (pixels.mean(2, keepdims=True) + pixels) / 2
     assert np.abs(np.asarray(ex.overlay()[0], dtype=float) - expected).max() <= 0.5
+
+
+def test_the_overlay_shows_what_the_network_sees_of_a_cropped_picture() -> None:
+    net = gap_net(dtype=torch.float32)
+    net.transform = Preprocess(16, 16, resize=16)
+    wide = Image.new("RGB", (64, 16), "black")
+    wide.paste("white", (0, 0, 16, 16))  # outside the middle square, so outside the map
+    seen = np.asarray(explain(net, wide, branch="softmax").pictures[0])
+    assert seen.shape == (16, 16, 3) and not seen.any()
 
 
 def test_overlays_of_tensors_show_the_tensor_and_boxes_are_drawn_on_request() -> None:

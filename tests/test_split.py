@@ -404,3 +404,17 @@ def test_a_failure_in_the_middle_of_a_pass_leaves_hooks_and_modes_as_they_were()
     with pytest.raises(KeyboardInterrupt):
         attach(model, example=example)
     assert footprint(model) == before
+
+
+@pytest.mark.parametrize("last", [nn.Softmax(1), nn.LogSoftmax(1), nn.Sigmoid()])
+def test_a_whole_classifier_followed_by_an_activation_attaches(last: nn.Module) -> None:
+    inner = nn.Sequential(
+        nn.Conv2d(3, 6, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4)
+    )
+    wrapped = nn.Sequential(inner, last).eval()
+    x = torch.randn(2, 3, 32, 48)
+    net = attach(wrapped, example=x[:1], init="copy")
+    assert net.split.heads == ("0.4",) and net.split.layer == "0.1"
+    with torch.no_grad():
+        assert torch.equal(net(x).softmax, wrapped(x))
+        assert torch.allclose(net(x).sigmoid, inner(x), atol=1e-6)

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 
 def main() -> None:
     """Runs the command; bad input ends with one line and exit code 2, never a traceback."""
+    import typer
+
     from sigcam.cli import app
     from sigcam.errors import SigcamError
 
+    usage_error: Any = typer.BadParameter.__mro__[2]  # ClickException, wherever this typer keeps its click
     try:
-        app()
+        status = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        raise SystemExit(status if isinstance(status, int) else 0)
+    except usage_error as error:
+        fail(f"{error.format_message()} See sigcam --help.")
     except SigcamError as error:
         fail(str(error))
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         fail(f"{where}{error.strerror or error}")
-    except KeyboardInterrupt:
-        print("sigcam: stopped. Nothing half-written is left behind.", file=sys.stderr)
+    except RuntimeError as error:
+        fail(f"the model could not be run on these pictures ({str(error).splitlines()[0]}).")
+    except (KeyboardInterrupt, typer.Abort):
+        print("sigcam: stopped.", file=sys.stderr)
         raise SystemExit(130) from None
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -17,37 +19,53 @@ def foreground(maps: Tensor, threshold: float) -> Tensor:
     return levels > (threshold * highest).floor()
 
 
-def regions(mask: Tensor) -> Tensor:
-    """8-connected regions of (B, H, W) masks: each pixel the number of its region, from 1; background 0."""
-    height, width = mask.shape[-2:]
-    numbers = torch.arange(1, height * width + 1, device=mask.device, dtype=torch.float64).view(
-        1, height, width
-    )
-    labels = torch.where(mask, numbers, 0.0)  # float64 counts pixels of any image exactly
-    while True:
-        spread = F.max_pool2d(labels[:, None], 3, stride=1, padding=1)[:, 0] * mask
-        if torch.equal(spread, labels):
-            return labels.long()
-        labels = spread
-
-
 def boxes_at(maps: Tensor, threshold: float, mode: Literal["largest", "all"] = "largest") -> list[Tensor]:
-    """Per image, boxes (G, 4) around the regions above the threshold, largest first; (0, 0, 0, 0) if there
-    is none.
+    """Per image, boxes (G, 4) around the regions above the threshold, largest first; (0, 0, 0, 0) if none.
 
     Boxes are xyxy; x1 and y1 are one past the last pixel, but never past the last pixel of the image.
     """
-    found = list[Tensor]()
     height, width = maps.shape[-2:]
-    for labels in regions(foreground(maps, threshold)):
-        numbers, counts = labels[labels > 0].unique(return_counts=True)
-        rows = [(0, 0, 0, 0)]
-        if len(numbers):
-            rows = []
-            order = counts.argsort(descending=True, stable=True)
-            for number in numbers[order[:1] if mode == "largest" else order]:
-                ys, xs = (labels == number).nonzero(as_tuple=True)
-                right, bottom = min(int(xs.max()) + 1, width - 1), min(int(ys.max()) + 1, height - 1)
-                rows.append((int(xs.min()), int(ys.min()), right, bottom))
-        found.append(torch.tensor(rows, device=maps.device))
+    found = list[Tensor]()
+    for mask in foreground(maps.detach(), threshold).cpu().numpy():
+        rows = regions(mask)
+        rows = rows[np.argsort(-rows[:, 4], kind="stable")][: 1 if mode == "largest" else None, :4]
+        rows[:, 2:] += 1
+        boxes = np.minimum(rows, (width, height, width - 1, height - 1))
+        found.append(torch.from_numpy(boxes if len(boxes) else np.zeros((1, 4), np.int64)).to(maps.device))
     return found
+
+
+def regions(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """8-connected regions of an (H, W) mask in reading order: x0, y0, x1, y1 (last pixel inside), pixels."""
+    found: NDArray[np.int64] = _regions(np.ascontiguousarray(mask))
+    return found
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _regions(mask: Any) -> Any:
+    height, width = mask.shape
+    left = mask.copy()
+    stack = np.empty((height * width, 2), np.int64)
+    rows = np.empty(((height + 1) // 2 * ((width + 1) // 2), 5), np.int64)  # as many as fit apart
+    count = 0
+    for y in range(height):
+        for x in range(width):
+            if not left[y, x]:
+                continue
+            x0, y0, x1, y1, pixels, top = x, y, x, y, 0, 1
+            stack[0, 0], stack[0, 1] = y, x
+            left[y, x] = False
+            while top:
+                top -= 1
+                v, u = stack[top, 0], stack[top, 1]
+                x0, y0, x1, y1, pixels = min(x0, u), min(y0, v), max(x1, u), max(y1, v), pixels + 1
+                for b in range(max(v - 1, 0), min(v + 2, height)):
+                    for a in range(max(u - 1, 0), min(u + 2, width)):
+                        if left[b, a]:
+                            left[b, a] = False
+                            stack[top, 0], stack[top, 1] = b, a
+                            top += 1
+            rows[count, 0], rows[count, 1], rows[count, 2] = x0, y0, x1
+            rows[count, 3], rows[count, 4] = y1, pixels
+            count += 1
+    return rows[:count]

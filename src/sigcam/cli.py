@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -42,7 +43,7 @@ Output = Annotated[Path, typer.Option("--output", help="Folder to write to.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, mps.")]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Images per pass.")]
 Workers = Annotated[int, typer.Option("--workers", min=0, help="Processes that decode images.")]
-Seed = Annotated[int, typer.Option("--seed", help="Of whatever is random.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of whatever is random.")]
 Crop = Annotated[
     bool, typer.Option("--crop", help="Cut the middle as the model's own preset does; default: squash.")
 ]
@@ -138,7 +139,7 @@ def train_classifier(
 ) -> None:
     """Train a softmax classifier on a folder, for the branch to be attached to."""
     from sigcam.errors import DataError
-    from sigcam.manifest import data_fingerprint, prepare_folder, write_manifest
+    from sigcam.manifest import data_fingerprint, try_folder, write_manifest
     from sigcam.models import save_classifier
     from sigcam.training import train_probe
 
@@ -147,7 +148,7 @@ def train_classifier(
             "only the linear probe is there: pass --probe to train a linear head on a frozen backbone."
         )
     samples = _enough(_open(data, format, "train"))
-    prepare_folder(output)
+    try_folder(output)
     classifier = _load(model, weights, crop, device, len(samples.classes))
     with progress_bar() as progress:
         result = train_probe(
@@ -204,20 +205,21 @@ def fit(
     from sigcam.errors import DataError
     from sigcam.fitting import fit as fit_branch
     from sigcam.fitting import match_classes
-    from sigcam.manifest import data_fingerprint, prepare_folder, write_manifest
+    from sigcam.manifest import data_fingerprint, try_folder, write_manifest
 
     try:
         weight: Any = "balanced" if pos_weight == "balanced" else float(pos_weight)
     except ValueError:
         raise DataError(f"--pos-weight takes a number or balanced, not {pos_weight!r}.") from None
     samples = _enough(_open(data, format, "train"))
-    prepare_folder(output)
+    try_folder(output)
     classifier, net = _attach(model, weights, crop, head, layer, device)
     samples = match_classes(samples, net.classes, net.class_names)
     config = FitConfig(epochs, lr, batch_size, cast(Literal[1, 2], views), weight, l2, workers, seed)
     with progress_bar() as progress:
         result = fit_branch(net, samples, config, progress=progress)
     path = output / "branch.safetensors"
+    output.mkdir(parents=True, exist_ok=True)
     net.save(path)
     facts = {
         "images": result.images,
@@ -279,7 +281,7 @@ def explain(
     from sigcam.dual import fingerprint, load
     from sigcam.errors import CheckpointError, DataError
     from sigcam.explaining import explain as explain_images
-    from sigcam.manifest import data_fingerprint, prepare_folder, write_manifest, write_text
+    from sigcam.manifest import data_fingerprint, try_folder, write_manifest, write_text
     from sigcam.methods import method_name
 
     if not pictures and not data:
@@ -295,14 +297,20 @@ def explain(
             "`sigcam fit`), "
             "or use --branch centred, which needs none."
         )
-    prepare_folder(output)
-    classifier, net = _attach(model, weights, crop, head, layer, device, branch_file=file)
-    if file is not None:
-        transform, names = net.transform, net.class_names
-        net = load(file, classifier.model)
-        net.transform, net.class_names = transform, net.class_names or names
+    if file is not None and not file.is_file():
+        raise CheckpointError(f"--branch {branch}: no such file, and no branch of that name.")
+    if file is not None and (head or layer):
+        raise DataError("--head and --layer are part of a fitted branch: leave them out, or fit with them.")
+    try_folder(output)
+    if file is None:
+        classifier, net = _attach(model, weights, crop, head, layer, device)
+    else:
+        classifier = _load(model, weights, crop, device)
+        net = _prepared(load(file, classifier.model), classifier)
+        if not net.fitted:
+            raise CheckpointError(f"{file} holds a branch that was never fitted: make one with `sigcam fit`.")
     index = _class_index(classes, net)
-    rows, skipped = list[dict[str, Any]](), list[tuple[str, str]]()
+    rows, skipped, names = list[dict[str, Any]](), list[tuple[str, str]](), _file_names(samples)
     with progress_bar() as progress:
         for batch in _batches(samples, classifier, batch_size, workers, skipped):
             chosen = [samples[i] for i in batch.indices]
@@ -317,8 +325,9 @@ def explain(
             )
             boxes = ex.boxes(threshold)
             for sample, row, box in zip(chosen, ex.rows(), boxes, strict=True):
-                rows.append({"image": sample.id, **row, "box": box[0].tolist(), "threshold": threshold})
-            ex.save(output, [_stem(sample.id) for sample in chosen], threshold=threshold)
+                row |= {"box": box[0].tolist(), "threshold": threshold}
+                rows.append({"image": sample.id, **row, "evidence": row["evidence"] if net.fitted else None})
+            ex.save(output, [names[i] for i in batch.indices], threshold=threshold)
             progress("maps", batch.indices[-1] + 1, len(samples))
     if not rows:
         raise DataError(f"none of the {len(samples)} pictures could be read; the first: {skipped[0][1]}")
@@ -452,17 +461,18 @@ def _attach(
     head: str | None,
     layer: str | None,
     device: str = "cpu",
-    branch_file: Path | None = None,
 ) -> tuple[Classifier, DualBranch]:
     from sigcam.dual import attach
-    from sigcam.errors import CheckpointError
 
-    if branch_file is not None and not branch_file.is_file():
-        raise CheckpointError(f"--branch {branch_file}: there is no such file, and no branch of that name.")
     classifier = _load(model, weights, crop, device)
-    net = attach(classifier.model, head=head, layer=layer)
-    net.transform, net.class_names = classifier.transform, classifier.classes
-    return classifier, net
+    return classifier, _prepared(attach(classifier.model, head=head, layer=layer), classifier)
+
+
+def _prepared(net: DualBranch, classifier: Classifier) -> DualBranch:
+    """The network with the classifier's preprocessing and class names."""
+    net.transform = classifier.transform
+    net.class_names = net.class_names or classifier.classes
+    return net
 
 
 def _finer_layers(net: DualBranch) -> list[str]:
@@ -482,11 +492,11 @@ def _class_index(given: str | None, net: DualBranch) -> int | None:
 
     from sigcam.errors import DataError
 
-    if given is None or given.isdigit():
-        return None if given is None else int(given)
     names = net.class_names or ()
-    if given in names:
-        return names.index(given)
+    if given is None or given in names:
+        return None if given is None else names.index(given)
+    if given.isdecimal():
+        return int(given)
     close = get_close_matches(given, names, n=3)
     raise DataError(
         f"no class is named {given!r}" + (f": did you mean {', '.join(close)}?" if close else ".")
@@ -504,5 +514,9 @@ def _batches(
             yield batch
 
 
-def _stem(name: str) -> str:
-    return name.rsplit(".", 1)[0].strip("/").replace("/", "__").replace("\\", "__")
+def _file_names(samples: Samples) -> list[str]:
+    """A name for each sample's files, `photo.map` for `photo.jpg`: no two alike, none that of a picture."""
+    plain = [sample.id.strip("/").replace("/", "__").replace("\\", "__") for sample in samples]
+    stems = [name.rsplit(".", 1)[0] for name in plain]
+    twice = {stem for stem, count in Counter(stems).items() if count > 1}
+    return [f"{name if stem in twice else stem}.map" for name, stem in zip(plain, stems, strict=True)]

@@ -19,7 +19,7 @@ from sigcam.draw import colours, grid, overlay, with_outline
 from sigcam.dual import DualBranch, attach, fingerprint
 from sigcam.explaining import explain, explain_passage
 from sigcam.fitting import Progress, fit
-from sigcam.manifest import data_fingerprint, prepare_folder, write_manifest
+from sigcam.manifest import data_fingerprint, try_folder, write_manifest
 from sigcam.models import Classifier, load_classifier, save_classifier
 from sigcam.probe import Branch
 from sigcam.training import train_probe
@@ -45,7 +45,7 @@ def run_demo(
     progress: Progress,
 ) -> dict[str, Any]:
     """Writes figures, classifier, branch and manifest.json to the folder; returns the table."""
-    prepare_folder(output)
+    try_folder(output)
     train, test = shapes(images, split="train", seed=seed), shapes(test_images, split="test", seed=seed)
     validation = shapes(max(64, test_images // 4), split="val", seed=seed)
     classifier = load_classifier("embedded", num_classes=len(train.classes), device=device)

@@ -62,10 +62,9 @@ class DualBranch(nn.Module):
         self.class_names: tuple[str, ...] | None = None
         self.recipe: dict[str, Any] = {}
         self.transform: Callable[[Any], Tensor] | None = None
+        self.input_shape = (3, 224, 224)  # of the image that it was attached with
         self.warned = False  # that the branch is not fitted
-        self.linear: frozenset[str] = (
-            frozenset()
-        )  # branches whose logits are W mean(F) + b, checked at attach
+        self.linear = frozenset[str]()  # branches whose logits are W mean(F) + b, checked at attach
         self.inline = True  # gradients from the same pass; False: recording them changes the arithmetic
         self.forced = False  # the model leaves F under a no_grad of its own
         self._softmax_tail: Tail | None = None
@@ -155,6 +154,8 @@ class DualBranch(nn.Module):
         about = {
             "fingerprint": fingerprint(self.model),
             "heads": list(self.split.heads),
+            "layer": self.split.layer,
+            "input": list(self.input_shape),
             "named": self.named,
             "classes": self.classes,
             "class_names": list(self.class_names) if self.class_names else None,
@@ -298,15 +299,12 @@ def attach(
         example: a (1, C, H, W) input to probe with; by default what the model declares, else 224x224.
         init: "fresh" starts the branch at Normal(0, 0.01), "copy" at the softmax head's weights.
     """
-    given = model
-    while isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) or hasattr(
-        model, "_orig_mod"
-    ):
-        inner = model._orig_mod if hasattr(model, "_orig_mod") else model.module
-        assert isinstance(inner, nn.Module)
-        model = inner
-    if not isinstance(model, nn.Module):
-        raise AttachError(f"attach needs a torch.nn.Module, not {type(given).__name__}.")
+    model = unwrapped(model)
+    for argument, name in (("head", head), ("layer", layer)):
+        if name is not None and not isinstance(name, str):
+            raise AttachError(f"{argument}= takes the module's name, a string, not {type(name).__name__}.")
+    if example is not None and not isinstance(example, Tensor):
+        raise AttachError(f"example= takes a (1, C, H, W) tensor, not {type(example).__name__}.")
     if any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
         raise AttachError(
             f"this {type(model).__name__} was made inside torch.inference_mode(), so that no gradient can "
@@ -328,8 +326,19 @@ def attach(
         sigmoid.prepare(inputs)
         _choose_gradients(net, example)
         net.linear = frozenset(b for b in ("softmax", "sigmoid") if _is_gap_linear(net, b, example))
-    net.transform = declared_transform(given)
+        net.input_shape = (int(example.shape[1]), int(example.shape[2]), int(example.shape[3]))
+    net.transform = declared_transform(model)
     return net
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The network inside DataParallel and torch.compile."""
+    if not isinstance(model, nn.Module):
+        raise AttachError(f"attach needs a torch.nn.Module, not {type(model).__name__}.")
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        inner = model.module
+    return model if inner is None else unwrapped(inner)
 
 
 def _choose_gradients(net: DualBranch, example: Tensor) -> None:
@@ -381,7 +390,7 @@ def load(path: str | Path, model: nn.Module, *, example: Tensor | None = None) -
     another."""
     from safetensors import SafetensorError, safe_open
 
-    path = Path(path)
+    path, model = Path(path), unwrapped(model)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -397,16 +406,22 @@ def load(path: str | Path, model: nn.Module, *, example: Tensor | None = None) -
     try:
         about = json.loads(metadata["sigcam-branch"])
         named, heads, classes = about["named"], about["heads"], about["classes"]
+        layer, shape = about["layer"], tuple(about["input"])
         wanted, names, recipe, fitted = (about[k] for k in ("fingerprint", "class_names", "recipe", "fitted"))
     except (ValueError, KeyError, TypeError):
         raise CheckpointError(f"{path} does not say what it was fitted to: make it anew.") from None
     known = {name: value for name, value in named.items() if value is None or _has_module(model, value)}
+    if example is None:
+        weight = next(model.parameters())
+        example = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)).to(weight)
     net = attach(model, head=known.get("head"), layer=known.get("layer"), example=example)
     name = type(net.model).__name__
-    if known != named or classes != net.classes or heads != list(net.split.heads):
+    ours, theirs = (net.split.heads, net.split.layer), (tuple(heads), layer)
+    if known != named or classes != net.classes or ours != theirs:
         raise CheckpointError(
-            f"{path} was fitted to a head {', '.join(heads)} with {classes} classes; this {name} has "
-            f"{', '.join(net.split.heads)} with {net.classes}. Load it onto the model it was fitted to."
+            f"{path} was fitted to a head {', '.join(heads)} with {classes} classes after the layer {layer}; "
+            f"this {name} has {', '.join(net.split.heads)} with {net.classes} after {net.split.layer}. "
+            "Load it onto the model it was fitted to."
         )
     if wanted != fingerprint(net.model):
         raise CheckpointError(

@@ -79,9 +79,10 @@ class Explanation:
 
     def boxes(self, threshold: float = 0.2, mode: Literal["largest", "all"] = "largest") -> list[Tensor]:
         """Per image, xyxy boxes (G, 4) in map pixels around what is above `threshold` of the map's peak."""
-        return boxes_at(
-            unit_range(self.first_maps()) if self.scale == "raw" else self.first_maps(), threshold, mode
-        )
+        maps = self.first_maps()
+        if self.scale == "raw":
+            maps = unit_range(maps if self.method == "cam" else maps.relu())
+        return boxes_at(maps, threshold, mode)
 
     def overlay(self, *, boxes: float | None = None) -> list[Image.Image]:
         """Per image, the picture with its map on it; `boxes` is a threshold at which to draw the box too."""
@@ -225,6 +226,12 @@ def explain_passage(
     name = method_name(method)
     if branch not in ("sigmoid", "softmax", "centred"):
         raise DataError(f"unknown branch {branch!r}: there are sigmoid, softmax and centred.")
+    if scale not in ("unit", "raw"):
+        raise DataError(f"unknown scale {scale!r}: there are unit and raw.")
+    if not (size in (None, "image", "features") or (isinstance(size, tuple | list) and len(size) == 2)):
+        raise DataError(f"size is 'image', 'features' or (height, width), not {size!r}.")
+    if name == "cam" and target is not class_score:
+        raise DataError("'cam' reads the class's own weights and knows no other target: use 'grad-cam'.")
     if clamp is None:
         clamp = branch == "sigmoid" and scale == "unit"  # the softmax baseline keeps its signed weights
     if branch == "sigmoid" and not net.fitted:
@@ -337,7 +344,14 @@ def _as_batch(
             what = "a (B, C, H, W) tensor, or pictures: PIL images or paths"
             raise DataError(f"images must be {what}, not {type(item).__name__}.")
     pictures = tuple(p.convert("RGB") if isinstance(p, Image.Image) else open_picture(Path(p)) for p in given)
-    return torch.stack([net.transform(p) for p in pictures]).to(net.device), pictures
+    batch = torch.stack([net.transform(p) for p in pictures])
+    seen = getattr(
+        net.transform, "picture", None
+    )  # what of a picture the network sees; else it is drawn from
+    shown = (
+        tuple(seen(p) for p in pictures) if seen else ()
+    )  # the batch itself, so that maps lie where they belong
+    return batch.to(net.device, next(net.model.parameters()).dtype), shown
 
 
 def _choose_classes(net: DualBranch, passage: Passage, classes: Classes) -> tuple[Tensor, bool]:

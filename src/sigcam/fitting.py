@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from sigcam.trace import chunks
 
 log = logging.getLogger("sigcam")
 Progress = Callable[[str, int, int], None]  # stage, done, total (0: unknown)
-Data = Samples | Dataset[Any] | DataLoader[Any]
+Data = Samples | Sequence[Sample] | Dataset[Any] | DataLoader[Any]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,9 @@ def balanced_bce(logits: Tensor, labels: Tensor, pos_weight: float | None = None
     targets = as_targets(labels, logits.shape[1]).to(logits)
     if pos_weight is None:
         pos_weight = default_pos_weight(targets)
-    return F.binary_cross_entropy_with_logits(logits, targets, pos_weight=logits.new_tensor(pos_weight))
+    return F.binary_cross_entropy_with_logits(
+        logits, targets, pos_weight=torch.as_tensor(pos_weight, dtype=logits.dtype, device=logits.device)
+    )
 
 
 def as_targets(labels: Tensor, classes: int) -> Tensor:
@@ -91,12 +94,19 @@ def fit(
     were.
 
     Args:
-        data: `Samples`, or any torch Dataset or DataLoader that yields (images, labels).
+        data: `Samples`, a list of `Sample`, or any torch Dataset or DataLoader that yields (images, labels).
         transform: from a picture to a (3, H, W) tensor, for `Samples`; by default `net.transform`.
         progress: called with (stage, done, total), for a bar.
     """
-    if config.epochs < 1 or config.batch_size < 1 or config.views not in (1, 2):
-        raise DataError(f"epochs and batch_size must be 1 or more, views 1 or 2: {config}.")
+    if config.epochs < 1 or config.batch_size < 1 or config.views not in (1, 2) or config.workers < 0:
+        raise DataError(
+            f"epochs and batch_size must be 1 or more, views 1 or 2, workers 0 or more: {config}."
+        )
+    weighed = config.pos_weight == "balanced" or (
+        isinstance(config.pos_weight, int | float) and 0 < config.pos_weight < math.inf
+    )
+    if not (0 < config.lr < math.inf and 0 <= config.l2 < math.inf and weighed):
+        raise DataError(f"lr must be above 0, l2 0 or more, pos_weight above 0 or 'balanced': {config}.")
     started = time.perf_counter()
     batches, total, skipped = _batches(net, data, config, transform)
     with _seeded(config.seed, net.device):
@@ -144,6 +154,14 @@ def match_classes(samples: Samples, classes: int, names: Sequence[str] | None) -
             for sample in samples
         )
         return Samples(moved, tuple(names))
+    strangers = [name for name in samples.classes if names and name not in names]
+    if names and 0 < len(strangers) < len(
+        samples.classes
+    ):  # a slip, which order would turn into wrong labels
+        raise DataError(
+            f"{len(strangers)} of {len(samples.classes)} class names are not the classifier's: "
+            f"{', '.join(strangers[:3])}. Rename or remove their folders."
+        )
     if len(samples.classes) == max(classes, 2):
         return samples
     known = f" ({', '.join(list(names)[:3])}, ...)" if names else ""
@@ -170,6 +188,10 @@ def _batches(
             return data, len(data.dataset), skipped  # type: ignore[arg-type]
         except TypeError:  # an iterable data set has no length
             return data, 0, skipped
+    if isinstance(data, list | tuple) and data and all(isinstance(item, Sample) for item in data):
+        most = max((item.label for item in data if item.label is not None), default=0)
+        names = net.class_names or tuple(f"class {k}" for k in range(max(net.classes, 2, most + 1)))
+        data = Samples(tuple(data), names)
     if isinstance(data, Samples):
         transform = transform or net.transform
         if transform is None:
@@ -178,8 +200,9 @@ def _batches(
         return _read(samples, transform, config, skipped), len(samples), skipped
     if not hasattr(data, "__getitem__") and not hasattr(data, "__iter__"):
         raise DataError(f"fit takes Samples, a torch Dataset or a DataLoader, not {type(data).__name__}.")
+    own = torch.Generator()  # else every loop draws a seed from the caller's
     loader = DataLoader(
-        data, batch_size=config.batch_size, num_workers=config.workers, generator=torch.Generator()
+        cast(Dataset[Any], data), batch_size=config.batch_size, num_workers=config.workers, generator=own
     )
     return loader, len(data) if hasattr(data, "__len__") else 0, skipped
 

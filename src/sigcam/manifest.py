@@ -17,19 +17,21 @@ from sigcam.errors import DataError
 PACKAGES = ("sigcam", "torch", "torchvision", "timm", "numpy", "pillow")
 
 
-def prepare_folder(path: Path) -> Path:
-    """The folder, made and tried: DataError before the work begins if nothing can be written there."""
+def try_folder(path: Path) -> None:
+    """DataError before the work begins if nothing can be written to the folder; leaves no trace."""
     trial = path / ".trial"
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
         trial.write_bytes(b"x" * 4096)
         trial.unlink()
+        for folder in made:
+            folder.rmdir()
     except OSError as error:
         raise DataError(
             f"cannot write to the output folder {path}: {error.strerror or error}. Choose another with "
             "--output."
         ) from error
-    return path
 
 
 def data_fingerprint(samples: Samples) -> str:
@@ -60,6 +62,7 @@ def write_manifest(folder: Path, **facts: Any) -> Path:
 
 def write_text(path: Path, text: str) -> Path:
     """Writes the file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
     try:
         temporary.write_text(text)

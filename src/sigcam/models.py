@@ -48,7 +48,8 @@ class Preprocess:
     resize: int | tuple[int, int] | None = None  # shorter edge, or (height, width), before the crop
     bgr: bool = False
 
-    def __call__(self, image: Image.Image) -> Tensor:
+    def picture(self, image: Image.Image) -> Image.Image:
+        """What of a picture the network sees, (height, width) in RGB."""
         from torchvision.transforms import InterpolationMode
         from torchvision.transforms.v2 import functional as F
 
@@ -56,9 +57,14 @@ class Preprocess:
         size = [target] if isinstance(target, int) else list(target)
         # PIL resizes, as in the models' own presets: a uint8 tensor would be off by one here and there.
         image = F.resize(image.convert("RGB"), size, interpolation=InterpolationMode(self.interpolation))
-        if self.resize is not None:
-            image = F.center_crop(image, [self.height, self.width])
-        pixels = F.to_dtype(F.pil_to_tensor(image), torch.float32, scale=True)  # (3, H, W) in [0, 1]
+        seen: Image.Image = image if self.resize is None else F.center_crop(image, [self.height, self.width])
+        return seen
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        from torchvision.transforms.v2 import functional as F
+
+        pixels = F.pil_to_tensor(self.picture(image))
+        pixels = F.to_dtype(pixels, torch.float32, scale=True)  # (3, H, W) in [0, 1]
         pixels = pixels.flip(0) if self.bgr else pixels
         normalised: Tensor = F.normalize(pixels, list(self.mean), list(self.std))
         return normalised

@@ -224,7 +224,7 @@ class _Finder:
                 if self.activated_in_passing(last[-1].end, output.name):
                     break
                 return (output.name,), True
-        return tuple(self.outermost(o).name for o in last), False
+        return tuple(self.outermost(o, without=layer).name for o in last), False
 
     def activated_in_passing(self, time: int, head: str) -> bool:
         """Whether an activation after that time is no module of the head, which a copy could leave out."""
@@ -374,10 +374,14 @@ class _Finder:
             raise AttachError(f"layer={name!r} gets no gradient on its grid. {valid}")
         return output, fold
 
-    def outermost(self, output: Output) -> Output:
-        """The outermost module that returned this very tensor and runs once per pass."""
+    def outermost(self, output: Output, *, without: str | None = None) -> Output:
+        """The outermost module that returned this very tensor and runs once per pass, and holds not
+        `without`."""
         same = [
-            o for o in self.trace.outputs if o.value == output.value and self.calls[o.name] == 1 and o.name
+            o
+            for o in self.trace.outputs
+            if o.value == output.value and self.calls[o.name] == 1 and o.name
+            if without is None or not _within(without, o.name)
         ]
         return min(same, key=lambda o: (not _has_parameters(o.module), o.name.count(".")), default=output)
 

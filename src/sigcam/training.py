@@ -60,7 +60,7 @@ def train_probe(
     features, labels, skipped = _features(classifier, layer, samples, batch_size, workers, progress)
     with torch.random.fork_rng([]), torch.enable_grad():
         torch.manual_seed(seed)
-        probe = nn.Linear(features.shape[1], len(weight))
+        probe = nn.Linear(features.shape[1], len(weight), bias=bias is not None)
         optimizer = torch.optim.Adam(probe.parameters(), lr=lr)
         losses = []
         for epoch in range(epochs):

@@ -68,7 +68,7 @@ class _Readings(Dataset[_Reading]):
         sample = self.samples[index]
         try:
             picture = sample.open()
-        except DataError as error:
+        except (DataError, OSError) as error:
             return index, sample, str(error)
         return index, sample, self.transform(picture)
 
