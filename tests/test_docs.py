@@ -23,9 +23,11 @@ BLOCKS = [
 def test_the_code_of_a_page_runs(page: str, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     images = torch.randn(6, 3, 64, 64)
+    model = torchvision.models.resnet18(weights=None, num_classes=3)
     names = {
         "sigcam": sigcam,
-        "model": torchvision.models.resnet18(weights=None, num_classes=3),
+        "model": model,
+        "net": sigcam.attach(model),
         "images": images,
         "dataset": TensorDataset(images, torch.arange(6) % 3),
     }

@@ -520,3 +520,15 @@ def test_a_write_that_fails_half_way_leaves_the_old_file_and_no_part(
         net.save(path)
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_the_preprocessing_of_a_timm_model_follows_the_size_it_was_built_for() -> None:
+    import timm
+
+    net = attach(timm.create_model("vit_tiny_patch16_224", img_size=96, num_classes=3, depth=1))
+    assert (net.transform.height, net.transform.width) == (96, 96)  # type: ignore[union-attr]
+
+
+def test_load_says_that_the_path_comes_first() -> None:
+    with pytest.raises(CheckpointError, match="a path, then the model"):
+        load(Gap(), "branch.safetensors")  # type: ignore[arg-type]

@@ -638,3 +638,19 @@ def test_maps_are_made_at_the_size_asked_for() -> None:
     assert explain(net, x, size=(5, 9)).maps.shape == (2, 5, 9)
     wide = attached(Gap())
     assert explain(wide, torch.randn(2, 3, 16, 28)).maps.shape == (2, 16, 28)
+
+
+def test_a_bare_model_is_refused_with_the_call_that_is_missing() -> None:
+    with pytest.raises(DataError, match=r"net = sigcam\.attach\(model\)"):
+        explain(Gap(), images())  # type: ignore[arg-type]
+
+
+def test_an_unfitted_branch_reports_no_evidence_in_rows_and_pages() -> None:
+    net = attached(Gap())
+    net.fitted = False
+    ex = explain(net, images(), branch="softmax")
+    assert ex.rows()[0]["evidence"] is None and "evidence" not in ex._repr_html_()
+
+
+def test_the_repr_is_one_line() -> None:
+    assert "\n" not in repr(explain(attached(Gap()), images(), branch="softmax"))

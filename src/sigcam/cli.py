@@ -92,7 +92,7 @@ def inspect(
             "masks": sum(sample.open_mask is not None for sample in samples),
         }
     if model or not data:
-        classifier, net = _attach(model or "embedded", weights, crop, head, layer)
+        classifier, net = _attach(model or "embedded", weights, crop, head, layer, pretrained=False)
         split, size = net.split, net.split.fold.image
         facts["model"] = {
             "model": classifier.name,
@@ -291,6 +291,8 @@ def explain(
         raise DataError(f"--scale is unit or raw, not {scale!r}.")
     samples = open_pictures(pictures) if pictures else _open(data, format, "test")
     file = None if branch in ("sigmoid", "softmax", "centred") else Path(branch)
+    if file is not None and file.is_dir():  # what `sigcam fit` wrote to
+        file = file / "branch.safetensors"
     if branch == "sigmoid":
         raise CheckpointError(
             "the sigmoid branch must be fitted first: give its file (--branch branch.safetensors, made by "
@@ -298,7 +300,7 @@ def explain(
             "or use --branch centred, which needs none."
         )
     if file is not None and not file.is_file():
-        raise CheckpointError(f"--branch {branch}: no such file, and no branch of that name.")
+        raise CheckpointError(f"--branch {branch}: no such file {file}, and no branch of that name.")
     if file is not None and (head or layer):
         raise DataError("--head and --layer are part of a fitted branch: leave them out, or fit with them.")
     try_folder(output)
@@ -326,7 +328,7 @@ def explain(
             boxes = ex.boxes(threshold)
             for sample, row, box in zip(chosen, ex.rows(), boxes, strict=True):
                 row |= {"box": box[0].tolist(), "threshold": threshold}
-                rows.append({"image": sample.id, **row, "evidence": row["evidence"] if net.fitted else None})
+                rows.append({"image": sample.id, **row})
             ex.save(output, [names[i] for i in batch.indices], threshold=threshold)
             progress("maps", batch.indices[-1] + 1, len(samples))
     if not rows:
@@ -441,14 +443,25 @@ def _enough(samples: Samples) -> Samples:
 
 
 def _load(
-    model: str, weights: Path | None, crop: bool, device: str, classes: int | None = None
+    model: str,
+    weights: Path | None,
+    crop: bool,
+    device: str,
+    classes: int | None = None,
+    *,
+    pretrained: bool = True,
 ) -> Classifier:
     import torch
 
     from sigcam.models import load_classifier
 
     classifier = load_classifier(
-        model, weights=weights, device=_device(device), crop=crop, num_classes=classes
+        model,
+        weights=weights,
+        device=_device(device),
+        crop=crop,
+        num_classes=classes,
+        pretrained=pretrained,
     )
     classifier.model.to(memory_format=torch.channels_last)  # up to twice as fast; the model is ours alone
     return classifier
@@ -461,10 +474,11 @@ def _attach(
     head: str | None,
     layer: str | None,
     device: str = "cpu",
+    pretrained: bool = True,
 ) -> tuple[Classifier, DualBranch]:
     from sigcam.dual import attach
 
-    classifier = _load(model, weights, crop, device)
+    classifier = _load(model, weights, crop, device, pretrained=pretrained)
     return classifier, _prepared(attach(classifier.model, head=head, layer=layer), classifier)
 
 

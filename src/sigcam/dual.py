@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from sigcam.errors import AttachError, CheckpointError
 from sigcam.heads import Init, Inputs, SigmoidHead, Tail, on_tensors, record_tail
-from sigcam.models import declared_transform
+from sigcam.models import Preprocess, declared_transform
 from sigcam.split import ACTIVATIONS, Split, find_split
 from sigcam.trace import Size, borrowed, logits_of
 
@@ -180,7 +180,7 @@ class DualBranch(nn.Module):
         heads = ", ".join(self.split.heads)
         return (
             f"DualBranch({type(self.model).__name__}: layer={self.split.layer!r}, head={heads!r}, "
-            f"{self.classes} classes, {state})"
+            f"{self.classes} {'logit' if self.classes == 1 else 'classes'}, {state})"
         )
 
 
@@ -299,7 +299,7 @@ def attach(
         example: a (1, C, H, W) input to probe with; by default what the model declares, else 224x224.
         init: "fresh" starts the branch at Normal(0, 0.01), "copy" at the softmax head's weights.
     """
-    model = unwrapped(model)
+    model, told = unwrapped(model), example is not None
     for argument, name in (("head", head), ("layer", layer)):
         if name is not None and not isinstance(name, str):
             raise AttachError(f"{argument}= takes the module's name, a string, not {type(name).__name__}.")
@@ -328,6 +328,8 @@ def attach(
         net.linear = frozenset(b for b in ("softmax", "sigmoid") if _is_gap_linear(net, b, example))
         net.input_shape = (int(example.shape[1]), int(example.shape[2]), int(example.shape[3]))
     net.transform = declared_transform(model)
+    if isinstance(net.transform, Preprocess) and not told:  # a timm model may be built for another size
+        net.transform = replace(net.transform, height=net.input_shape[1], width=net.input_shape[2])
     return net
 
 
@@ -390,6 +392,8 @@ def load(path: str | Path, model: nn.Module, *, example: Tensor | None = None) -
     another."""
     from safetensors import SafetensorError, safe_open
 
+    if not isinstance(path, str | Path):
+        raise CheckpointError(f"load takes a path, then the model, not {type(path).__name__} first.")
     path, model = Path(path), unwrapped(model)
     try:
         with safe_open(path, framework="pt") as file:

@@ -8,7 +8,7 @@ import json
 import logging
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,7 @@ Picture = Image.Image | str | Path
 Classes = int | Sequence[int] | Tensor | Literal["top5", "positive", "all"] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """Maps of one class (or K) per image, and the scores of those classes.
 
@@ -40,7 +40,8 @@ class Explanation:
         maps: (B, H, W), or (B, K, H, W); in [0, 1] unless `scale` is "raw".
         classes: (B,) or (B, K) class indices; -1 pads "positive".
         probability: the softmax head's probability of the class.
-        evidence: the sigmoid branch's score of the class, in [0, 1], each class judged by itself.
+        evidence: the sigmoid branch's score of the class, in [0, 1], each class judged by itself; it means
+            nothing unless the branch is `fitted`.
         logits: the class's logit in the branch that the maps explain.
         positive_share: how much of the evidence before clamping is positive, in [0, 1].
         blank: whether a map is all zero; `notes` says why.
@@ -58,9 +59,15 @@ class Explanation:
     branch: Branch
     clamp: bool
     scale: Scale
+    fitted: bool
     class_names: tuple[str, ...] | None = None
-    pictures: tuple[Image.Image, ...] = field(default=(), repr=False)
-    images: Tensor | None = field(default=None, repr=False)
+    pictures: tuple[Image.Image, ...] = ()
+    images: Tensor | None = None
+
+    def __repr__(self) -> str:
+        shape = " x ".join(map(str, self.maps.shape))
+        how = f"{self.method}, {self.branch} branch, clamp={self.clamp}, {self.scale}"
+        return f"Explanation({shape} maps: {how})"
 
     def __len__(self) -> int:
         return len(self.maps)
@@ -127,7 +134,7 @@ class Explanation:
                     if self.maps.ndim == 4
                     else self.name(index[0]),
                     "probability": self.probability[i].tolist(),
-                    "evidence": self.evidence[i].tolist(),
+                    "evidence": self.evidence[i].tolist() if self.fitted else None,
                     "logit": self.logits[i].tolist(),
                     "positive_share": self.positive_share[i].tolist(),
                     "blank": self.blank[i].tolist(),
@@ -158,11 +165,12 @@ class Explanation:
             picture.save(buffer, "PNG")
             source = base64.b64encode(buffer.getvalue()).decode()
             first = {k: v[0] if isinstance(v, list) else v for k, v in row.items()}
+            said = [escape(first["class_name"]), f"probability {first['probability']:.3f}"]
+            said += [f"evidence {first['evidence']:.3f}"] if self.fitted else []
+            said += ["blank map"] if first["blank"] else []
             cells.append(
                 f"<figure style='display:inline-block;margin:4px'><img src='data:image/png;base64,{source}'>"
-                f"<figcaption>{escape(first['class_name'])}<br>probability {first['probability']:.3f}, "
-                f"evidence {first['evidence']:.3f}{'<br>blank map' if first['blank'] else ''}"
-                "</figcaption></figure>"
+                f"<figcaption>{'<br>'.join(said)}</figcaption></figure>"
             )
         return "".join(cells)
 
@@ -192,6 +200,10 @@ def explain(
         scale: "unit" is each map from 0 to 1; "raw" is signed, in logits: no ReLU, no scaling.
         size: "image" (default), "features" keeps P x Q (default for "all"), or (height, width).
     """
+    if not isinstance(net, DualBranch):
+        raise DataError(
+            f"explain takes what attach returns, not {type(net).__name__}: net = sigcam.attach(model)."
+        )
     batch, pictures = _as_batch(net, images)
     passage = net.run(batch, grad=True)
     found = explain_passage(
@@ -277,6 +289,7 @@ def explain_passage(
         branch=branch,
         clamp=clamp,
         scale=scale,
+        fitted=net.fitted,
         class_names=net.class_names,
     )
 
@@ -407,7 +420,7 @@ def _why_blank(maps: Tensor, weights: Tensor, low: Tensor, clamp: bool, asked: T
     notes = []
     for i in (~maps.flatten(1).any(1) & asked).nonzero().flatten().tolist():
         if not bool(torch.isfinite(low[i]).all()):
-            why = "its values are not finite: check the model's weights"
+            why = "its values are not finite: check the images and the model's weights"
         elif not bool(weights[i].count_nonzero()):
             why = "no gradient reaches the layer: name another one in attach(model, layer=...)"
         elif clamp and not bool((weights[i] > 0).any()):

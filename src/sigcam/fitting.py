@@ -91,13 +91,17 @@ def fit(
     progress: Progress | None = None,
 ) -> FitResult:
     """Trains the sigmoid branch on features computed once per image and view; predictions stay what they
-    were.
+    were. Training goes on from where the branch stands.
 
     Args:
         data: `Samples`, a list of `Sample`, or any torch Dataset or DataLoader that yields (images, labels).
         transform: from a picture to a (3, H, W) tensor, for `Samples`; by default `net.transform`.
         progress: called with (stage, done, total), for a bar.
     """
+    if not isinstance(net, DualBranch):
+        raise DataError(
+            f"fit takes what attach returns, not {type(net).__name__}: net = sigcam.attach(model)."
+        )
     if config.epochs < 1 or config.batch_size < 1 or config.views not in (1, 2) or config.workers < 0:
         raise DataError(
             f"epochs and batch_size must be 1 or more, views 1 or 2, workers 0 or more: {config}."
