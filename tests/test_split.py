@@ -418,3 +418,21 @@ def test_a_whole_classifier_followed_by_an_activation_attaches(last: nn.Module) 
     with torch.no_grad():
         assert torch.equal(net(x).softmax, wrapped(x))
         assert torch.allclose(net(x).sigmoid, inner(x), atol=1e-6)
+
+
+class ChannelsLast(nn.Module):
+    """As many channels as rows and columns, channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut = nn.Conv2d(3, 8, 4, 4)
+        self.mix = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.mix(self.cut(x).permute(0, 2, 3, 1)).mean((1, 2)))
+
+
+def test_channels_as_many_as_rows_are_told_from_them_by_a_wider_image() -> None:
+    net = attach(ChannelsLast(), example=torch.randn(1, 3, 32, 32))
+    assert net.split.fold.layout == "NHWC" and net.linear == {"softmax", "sigmoid"}

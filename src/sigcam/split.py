@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from sigcam.errors import AttachError
-from sigcam.trace import Output, Size, Trace, listed, logits_of, probe
+from sigcam.trace import Output, Size, Trace, listed, logits_of, probe, run_traced
 
 Layout = Literal["NCHW", "NHWC", "NLC", "LNC"]  # here N is the batch, C the channels, L the tokens
 
@@ -107,7 +108,7 @@ def find_split(
             f"{type(model).__name__} returns NaN or infinite logits for a random input: check its weights, "
             "or pass an input that it knows: attach(model, example=...)."
         )
-    return _Finder(model, trace, logits, (example.shape[-2], example.shape[-1])).split(head, layer), example
+    return _Finder(model, trace, logits, example).split(head, layer), example
 
 
 # -------------------------------------------------------------------------------------------- deciding
@@ -118,8 +119,9 @@ Spatial = list[tuple[Output, Fold]]
 class _Finder:
     """Decides from one trace."""
 
-    def __init__(self, model: nn.Module, trace: Trace, logits: Tensor, image: Size) -> None:
-        self.trace, self.logits, self.image = trace, logits, image
+    def __init__(self, model: nn.Module, trace: Trace, logits: Tensor, example: Tensor) -> None:
+        self.model, self.trace, self.logits, self.example = model, trace, logits, example
+        self.image = (example.shape[-2], example.shape[-1])
         self.kind = type(model).__name__
         self.batch, self.classes = logits.shape
         self.calls = {output.name: output.call for output in trace.outputs}  # the last one counts them
@@ -287,6 +289,8 @@ class _Finder:
             first, last = self.plausible(shape[2], shape[3]), self.plausible(shape[1], shape[2])
             if getattr(output.module, "normalized_shape", None) == (shape[3],) != (shape[1],):
                 first = False  # it normalises the last axis, which therefore holds channels
+            elif first and last:
+                first = not self.keeps_last_axis(output)
             if first:
                 return Fold("NCHW", (shape[2], shape[3]), self.image)
             return Fold("NHWC", (shape[1], shape[2]), self.image) if last else None
@@ -303,6 +307,21 @@ class _Finder:
         if tokens in prefixes:
             return None  # the tokens that stood in front of a grid, by themselves
         return min(fits, key=lambda fold: fold.prefix, default=None)
+
+    def keeps_last_axis(self, output: Output) -> bool:
+        """Whether a wider image leaves the last axis as it is: then it holds channels."""
+        wider = self.shapes_of_wider_image.get((output.name, output.call))
+        return wider is not None and wider[3] == output.tensor.shape[3] and wider[2] != output.tensor.shape[2]
+
+    @cached_property
+    def shapes_of_wider_image(self) -> dict[tuple[str, int], torch.Size]:
+        """What each call returns for an image half as wide again; nothing if the model does not take one."""
+        image = torch.cat([self.example, self.example[..., : self.image[1] // 2]], -1)
+        try:
+            trace, _ = run_traced(self.model, image)
+        except Exception:  # any user network, any failure
+            return {}
+        return {(o.name, o.call): o.tensor.shape for o in trace.outputs}
 
     def plausible(self, rows: int, columns: int) -> bool:
         """Whether one stride takes the image to rows x columns, each rounded by less than one cell."""
