@@ -476,3 +476,15 @@ def test_a_refit_starts_from_where_the_branch_is() -> None:
     first = fit(net, easy_data(), QUICK).losses
     second = fit(net, easy_data(), QUICK).losses
     assert second[0] < first[0]
+
+
+def test_a_half_precision_model_is_fitted_in_full_precision_and_stays_half() -> None:
+    torch.manual_seed(0)
+    net = attach(Gap().bfloat16(), example=images(1).bfloat16())
+    slow = FitConfig(epochs=60, lr=1e-4, batch_size=8, l2=0)  # steps too small for 8 bits of mantissa
+    before = weights(net)
+    result = fit(net, easy_data(), slow)
+    assert all(parameter.dtype == torch.bfloat16 for parameter in net.parameters())
+    assert result.losses[-1] < result.losses[0] and not same(before, weights(net))
+    falls = [a > b for a, b in zip(result.losses, result.losses[1:], strict=False)]
+    assert sum(falls) > 55

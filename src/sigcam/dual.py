@@ -108,7 +108,6 @@ class DualBranch(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DualBranch:
         self.model._apply(fn, recurse)  # net.to(device) moves both, or the two could not meet
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.sigmoid._blanks = on_tensors(fn, self.sigmoid._blanks)
         return self
 
     def forward(self, images: Tensor) -> Branches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import time
@@ -236,7 +237,8 @@ def _extract(
     done = 0
     for item in batches:
         images, target = _checked(item, net.classes)
-        images = images.to(net.device)
+        dtype = next(net.model.parameters()).dtype if images.is_floating_point() else images.dtype
+        images = images.to(net.device, dtype)
         for view, kept in enumerate(views):
             seen = images.flip(-1) if view else images
             kept.append(torch.cat([net(part).pooled.float().cpu() for part in chunks(seen)]))
@@ -288,41 +290,31 @@ def _train(
     config: FitConfig,
     progress: Progress | None,
 ) -> tuple[float, ...]:
-    head = net.sigmoid
-    parameters = [p for p in head.parameters() if p.requires_grad]
-    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
-    was_training, losses, finite = head.training, list[float](), True
-    targets = targets.float().repeat(config.views, 1)
+    losses, targets = list[float](), targets.float().repeat(config.views, 1)
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast(net.device.type, enabled=False),
     ):
+        head = copy.deepcopy(net.sigmoid).train()  # ours changes when all is done, or not at all
+        if next(head.parameters()).dtype in (torch.float16, torch.bfloat16):
+            head.float()  # steps of Adam are lost in half precision
+        parameters = [p for p in head.parameters() if p.requires_grad]
         optimizer = torch.optim.Adam(parameters, lr=config.lr)
-        try:
-            head.train()
-            for epoch in range(config.epochs):
-                total = 0.0
-                for chosen in torch.randperm(len(pooled)).split(config.batch_size):
-                    logits = head.from_pooled(pooled[chosen].to(net.device, parameters[0].dtype)).float()
-                    loss = balanced_bce(logits, targets[chosen].to(net.device), pos_weight)
-                    squares = sum((p.float() ** 2).sum() for p in parameters if p.ndim > 1 and config.l2)
-                    optimizer.zero_grad()
-                    (loss + config.l2 * squares / net.classes).backward()
-                    optimizer.step()
-                    total += float(loss.detach()) * len(chosen)
-                losses.append(total / len(pooled))
-                if progress:
-                    progress("training", epoch + 1, config.epochs)
-            finite = all(bool(torch.isfinite(p).all()) for p in parameters)
-        except BaseException:
-            head.load_state_dict(before)  # all or nothing
-            raise
-        finally:
-            head.train(was_training)
-            for parameter in parameters:
-                parameter.grad = None
-    if not finite:
-        head.load_state_dict(before)
-        raise DataError(f"training diverged at lr={config.lr}: try a smaller one.")
+        for epoch in range(config.epochs):
+            total = 0.0
+            for chosen in torch.randperm(len(pooled)).split(config.batch_size):
+                logits = head.from_pooled(pooled[chosen].to(net.device, parameters[0].dtype)).float()
+                loss = balanced_bce(logits, targets[chosen].to(net.device), pos_weight)
+                squares = sum((p.float() ** 2).sum() for p in parameters if p.ndim > 1 and config.l2)
+                optimizer.zero_grad()
+                (loss + config.l2 * squares / net.classes).backward()
+                optimizer.step()
+                total += float(loss.detach()) * len(chosen)
+            losses.append(total / len(pooled))
+            if progress:
+                progress("training", epoch + 1, config.epochs)
+        if not all(bool(torch.isfinite(p).all()) for p in parameters):
+            raise DataError(f"training diverged at lr={config.lr}: try a smaller one.")
+        net.sigmoid.load_state_dict(head.state_dict())
     return tuple(losses)

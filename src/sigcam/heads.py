@@ -45,6 +45,11 @@ class SigmoidHead(nn.Module):
                 if not keep and init == "fresh":
                     _renew(name, parameter, generator)
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> SigmoidHead:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._blanks = on_tensors(fn, self._blanks)
+        return self
+
     def train(self, mode: bool = True) -> SigmoidHead:
         """Dropout follows the mode; normalisation stays in eval mode, on its trained statistics."""
         super().train(mode)
