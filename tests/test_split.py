@@ -436,3 +436,21 @@ class ChannelsLast(nn.Module):
 def test_channels_as_many_as_rows_are_told_from_them_by_a_wider_image() -> None:
     net = attach(ChannelsLast(), example=torch.randn(1, 3, 32, 32))
     assert net.split.fold.layout == "NHWC" and net.linear == {"softmax", "sigmoid"}
+
+
+class FeaturesFirst(nn.Module):
+    """Returns its feature map in front of its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.fc = nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1), nn.ReLU()), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.body(x)
+        return features, self.fc(features.mean((2, 3)))
+
+
+def test_logits_are_found_behind_a_feature_map() -> None:
+    model, x = FeaturesFirst().eval(), torch.randn(2, 3, 16, 24)
+    net = attach(model, example=x[:1])
+    assert net.split.heads == ("fc",) and torch.equal(net(x).softmax, model(x)[1])

@@ -60,13 +60,12 @@ def logits_of(output: Any, batch: int) -> Tensor:
     """The (B, C) logits in what a model returned: a tensor, a tuple, a dict, or an object with `.logits`."""
     found = output
     if isinstance(output, Mapping):
-        tensors = [value for value in output.values() if isinstance(value, Tensor)]
         named = [output[key] for key in ("logits", "out", "output", "pred", "preds") if key in output]
-        found = next(iter(named + tensors), output)
+        found = named[0] if named else _first_flat(output.values(), output)
     elif not isinstance(output, Tensor) and hasattr(output, "logits"):
         found = output.logits
-    elif isinstance(output, tuple | list) and output:
-        found = output[0]
+    elif isinstance(output, tuple | list):
+        found = _first_flat(output, output)
     if not isinstance(found, Tensor):
         raise AttachError(
             f"the model returned {type(output).__name__}, in which no logits were found. Let it return a "
@@ -82,6 +81,13 @@ def logits_of(output: Any, batch: int) -> Tensor:
             "explains image classifiers. Attach one, or let this model return its logits first."
         )
     return found
+
+
+def _first_flat(values: Iterable[Any], default: Any) -> Any:
+    """The first tensor that may be logits, past feature maps that come along; else the first tensor."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    flat = [tensor for tensor in tensors if tensor.ndim <= 2 or tensor.shape[2:].numel() == 1]
+    return next(iter(flat + tensors), default)
 
 
 @dataclass
