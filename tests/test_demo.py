@@ -25,6 +25,8 @@ def test_demo_writes_figures_branch_and_table_and_changes_no_prediction(tmp_path
         ("sigmoid", "signed"),
         ("sigmoid", "positive only"),
     ]
+    assert [row["score"] for row in table["nothing_there"]] == ["softmax probability", "sigmoid evidence"]
+    assert all(0 <= row["auroc"] <= 1 for row in table["nothing_there"])
     assert all(0.05 < row["iou"] < 1 for row in table["maps"])
     for name in ("maps.png", "distortions.png"):
         with Image.open(tmp_path / name) as figure:

@@ -108,3 +108,17 @@ def test_bad_arguments_are_named(arguments: dict[str, int], sentence: str) -> No
     with pytest.raises(DataError) as caught:
         shapes(**arguments)  # type: ignore[arg-type]
     assert str(caught.value) == sentence
+
+
+def test_a_scene_is_the_test_picture_without_its_bird():
+    from sigcam.data.shapes import scenes
+
+    bird, scene = shapes(3, split="test")[2], scenes(3)[2]
+    assert scene.label is None and bird.open_mask is not None
+    mask = bird.open_mask() == 1
+    differs = np.abs(np.asarray(bird.open(), dtype=int) - np.asarray(scene.open(), dtype=int)).max(2) > 0
+    assert differs[mask].mean() > 0.9  # the bird is gone
+    assert bird.boxes is not None
+    x0, y0, x1, y1 = bird.boxes[0]
+    differs[max(y0 - 3, 0) : y1 + 4, max(x0 - 3, 0) : x1 + 4] = False
+    assert not differs.any()  # and all that is not near it is as it was

@@ -396,7 +396,20 @@ def demo(
         [(r["branch"], r["clamp"], f"{r['iou']:.3f}", f"{r['threshold']:.2f}") for r in table["maps"]],
         header=("map from", "weights", "mean IoU", "threshold"),
     )
-    rows = {k: v for k, v in table.items() if k != "maps"}
+    show_table(
+        "does the best class's score tell pictures with a bird from the same pictures without it?",
+        [
+            (
+                r["score"],
+                f"{r['above_half_with_bird']:.1%}",
+                f"{r['above_half_without']:.1%}",
+                f"{r['auroc']:.3f}",
+            )
+            for r in table["nothing_there"]
+        ],
+        header=("score", "above 0.5 with", "above 0.5 without", "AUROC"),
+    )
+    rows = {k: v for k, v in table.items() if k not in ("maps", "nothing_there")}
     show_table(
         "demo",
         [(k.replace("_", " "), f"{v:.4f}" if isinstance(v, float) else str(v)) for k, v in rows.items()],

@@ -14,7 +14,7 @@ from sigcam.boxes import foreground
 from sigcam.config import FitConfig
 from sigcam.data import Samples
 from sigcam.data.loading import collect
-from sigcam.data.shapes import shapes
+from sigcam.data.shapes import scenes, shapes
 from sigcam.draw import colours, grid, overlay, with_outline
 from sigcam.dual import DualBranch, attach, fingerprint
 from sigcam.explaining import explain, explain_passage
@@ -24,6 +24,7 @@ from sigcam.models import Classifier, load_classifier, save_classifier
 from sigcam.probe import Branch
 from sigcam.training import train_probe
 
+EMPTY = 200  # pictures without a bird, and as many with one
 THRESHOLDS = torch.arange(1, 20) / 20  # 0.05 to 0.95
 BRANCHES: tuple[Branch, Branch] = ("softmax", "sigmoid")
 CELLS: tuple[tuple[Branch, bool], ...] = (
@@ -67,6 +68,7 @@ def run_demo(
 
     chosen, _, _ = _measure(net, validation, _staged("threshold", progress))
     _, ious, speed = _measure(net, test, _staged("maps", progress))
+    there, nothing = _top_scores(net, test[:EMPTY]), _top_scores(net, scenes(EMPTY, seed=seed))
     table: dict[str, Any] = {
         "maps": [
             {
@@ -76,6 +78,15 @@ def run_demo(
                 "threshold": float(THRESHOLDS[chosen[i]]),
             }
             for i, (branch, clamp) in enumerate(CELLS)
+        ],
+        "nothing_there": [
+            {
+                "score": score,
+                "above_half_with_bird": float((there[i] > 0.5).double().mean()),
+                "above_half_without": float((nothing[i] > 0.5).double().mean()),
+                "auroc": float((there[i][:, None] > nothing[i][None]).double().mean()),
+            }
+            for i, score in enumerate(("softmax probability", "sigmoid evidence"))
         ],
         "accuracy_before": float((before == labels).double().mean()),
         "accuracy_after": float((after == labels).double().mean()),
@@ -110,6 +121,18 @@ def _predictions(classifier: Classifier, samples: Samples, progress: Progress) -
             device = next(classifier.model.parameters()).device
             found.append(classifier.model(batch.images.to(device)).argmax(1).cpu())
     return torch.cat(found)
+
+
+def _top_scores(net: DualBranch, samples: Samples) -> tuple[Tensor, Tensor]:
+    """Of each picture's best class, the softmax head's probability and the sigmoid branch's evidence."""
+    assert net.transform is not None
+    probability, evidence = list[Tensor](), list[Tensor]()
+    with torch.no_grad():
+        for batch in collect(samples, net.transform, batch_size=8):
+            seen = net(batch.images.to(net.device))
+            probability.append(seen.softmax.softmax(1).amax(1).cpu())
+            evidence.append(seen.sigmoid.sigmoid().amax(1).cpu())
+    return torch.cat(probability), torch.cat(evidence)
 
 
 def _measure(net: DualBranch, samples: Samples, progress: Progress) -> tuple[Tensor, Tensor, float]:

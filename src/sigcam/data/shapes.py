@@ -55,6 +55,14 @@ def shapes(count: int = 2000, *, split: str = "train", seed: int = 0, size: int 
     return Samples(tuple(_sample(Key(seed, split, index, size)) for index in range(count)), CLASSES)
 
 
+def scenes(count: int, *, seed: int = 0, size: int = 224) -> Samples:
+    """The test split's pictures without their birds: background and distractors, no label, no mask."""
+    keys = [Key(seed, "test", index, size) for index in range(count)]
+    return Samples(
+        tuple(Sample(f"scene/{key.index:06d}", partial(draw_picture, key, bird=False)) for key in keys), ()
+    )
+
+
 @dataclass(frozen=True)
 class Key:
     """What a picture is made from."""
@@ -69,13 +77,13 @@ class Key:
         return np.random.default_rng([self.seed, zlib.crc32(self.split.encode()), self.index, layer])
 
 
-def draw_picture(key: Key) -> Image.Image:
-    """The picture, RGB."""
+def draw_picture(key: Key, *, bird: bool = True) -> Image.Image:
+    """The picture, RGB; without the bird, the same scene."""
     rng = key.rng(1)
     backdrop, parts = _scene(key.size, rng)
     canvas = backdrop.resize((key.size * SHARP, key.size * SHARP), Image.Resampling.NEAREST)
     draw = ImageDraw.Draw(canvas)
-    for points, colour in [*parts, *_bird(key)]:
+    for points, colour in [*parts, *(_bird(key) if bird else [])]:
         draw.polygon((points * SHARP).ravel().tolist(), fill=colour)
     pixels = np.asarray(canvas.reduce(SHARP), dtype=np.float32)  # (H, W, 3)
     grain = rng.standard_normal((key.size, key.size, 1), dtype=np.float32) * rng.uniform(2, 6)
