@@ -412,7 +412,7 @@ def demo(
     rows = {k: v for k, v in table.items() if k not in ("maps", "nothing_there")}
     show_table(
         "demo",
-        [(k.replace("_", " "), f"{v:.4f}" if isinstance(v, float) else str(v)) for k, v in rows.items()],
+        [(k.replace("_", " "), f"{v:.4g}" if isinstance(v, float) else str(v)) for k, v in rows.items()],
     )
     typer.echo(f"look at {output / 'maps.png'} and {output / 'distortions.png'}")
 

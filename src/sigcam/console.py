@@ -24,7 +24,7 @@ def show_report(facts: dict[str, Any], skipped: Sequence[tuple[str, str]], as_js
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
         return
-    show_table("result", [(k, f"{v:.4f}" if isinstance(v, float) else str(v)) for k, v in facts.items()])
+    show_table("result", [(k, f"{v:.4g}" if isinstance(v, float) else str(v)) for k, v in facts.items()])
     show_skips(skipped)
 
 
