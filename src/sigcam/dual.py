@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from sigcam.heads import Init, Inputs, SigmoidHead, Tail, on_tensors, record_tai
 from sigcam.models import Preprocess, declared_transform
 from sigcam.split import ACTIVATIONS, Split, find_split
 from sigcam.trace import Size, borrowed, logits_of
+from sigcam.weights import write_whole
 
 
 @dataclass(frozen=True)
@@ -164,15 +165,10 @@ class DualBranch(nn.Module):
         tensors = {
             name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.state_dict().items()
         }
-        temporary = path.with_name(path.name + ".part")
         try:
-            temporary.write_bytes(save(tensors, metadata={"sigcam-branch": json.dumps(about)}))
-            temporary.replace(path)
+            write_whole(path, save(tensors, metadata={"sigcam-branch": json.dumps(about)}))
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {error.strerror or error}.") from error
-        finally:
-            with suppress(OSError):
-                temporary.unlink()
 
     def __repr__(self) -> str:
         state = "fitted" if self.fitted else "not fitted"

@@ -13,6 +13,7 @@ from typing import Any
 
 from sigcam.data import Samples
 from sigcam.errors import DataError
+from sigcam.weights import write_whole
 
 PACKAGES = ("sigcam", "torch", "torchvision", "timm", "numpy", "pillow")
 
@@ -63,10 +64,5 @@ def write_manifest(folder: Path, **facts: Any) -> Path:
 def write_text(path: Path, text: str) -> Path:
     """Writes the file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".part")
-    try:
-        temporary.write_text(text)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, text.encode())
     return path

