@@ -1,117 +1,324 @@
-"""Grad-CAM maps of a batch: sigcam, its peers and the plain forward pass, side by side in one run.
+"""Maps of a batch by every method: sigcam, its peers and the plain forward pass, side by side in one run.
 
-    make bench
+    make bench                                   # everything, about 20 minutes on two cores
+    .venv/bin/python benchmarks/maps.py resnet50 # one model
 
-Repeats are interleaved, so that a busy moment of the machine falls on all alike; what counts is the ratio.
+Repeats are interleaved in random order, so that a busy moment of the machine falls on all alike; medians and
+ratios to the same model's plain forward pass under `inference_mode` count. Peak memory is what a call adds
+to the process at most (Linux only). Methods that perturb the image or its features take minutes with peers:
+those are timed on 64 channels and multiplied.
 """
 
 from __future__ import annotations
 
+import copy
+import ctypes
+import gc
+import io
 import json
 import platform
+import random
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import pytorch_grad_cam
+import timm
 import torch
+import torchcam.methods
 import torchvision
 from captum.attr import LayerGradCam
-from pytorch_grad_cam import GradCAM
 from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
-from torchcam.methods import GradCAM as TorchCam
 
 import sigcam
+from sigcam.dual import DualBranch
 
-BATCH, REPEATS = 8, 7
-LAYERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "resnet50": lambda model: model.layer4,
-    "vgg16": lambda model: model.features[29],
+Call = Callable[[], object]
+Row = dict[str, Any]
+
+REPEATS, HEADLINE_REPEATS = 3, 11  # of every method; of Grad-CAM at batch 8, which has budgets
+SOME_CHANNELS = 64
+OURS = ("grad-cam", "grad-cam++", "xgrad-cam", "layer-cam", "hires-cam", "eigen-cam", "eigengrad-cam")
+GRAD_CAM = "grad-cam"
+PEER = {
+    "grad-cam": "GradCAM",
+    "grad-cam++": "GradCAMPlusPlus",
+    "xgrad-cam": "XGradCAM",
+    "layer-cam": "LayerCAM",
+    "hires-cam": "HiResCAM",
+    "eigen-cam": "EigenCAM",
+    "eigengrad-cam": "EigenGradCAM",
+}
+TORCHCAM = {
+    "grad-cam": "GradCAM",
+    "grad-cam++": "GradCAMpp",
+    "xgrad-cam": "XGradCAM",
+    "layer-cam": "LayerCAM",
 }
 
 
-def rivals(name: str, images: Tensor) -> dict[str, Callable[[], object]]:
-    """What is timed: each call gives one Grad-CAM map per image at image size."""
-    torch.manual_seed(0)
-    model = getattr(torchvision.models, name)(weights=None).eval()
-    layer, size = LAYERS[name](model), images.shape[-2:]
-    net = sigcam.attach(model)
-    net.fitted = True  # how fast a map is does not depend on the branch's weights
-    peer = GradCAM(model, [layer])
-    torchcam = TorchCam(model, layer)
-    captum = LayerGradCam(model, layer)
+def vit_grid(tokens: Tensor) -> Tensor:
+    """What pytorch-grad-cam must be told about a ViT at 224 pixels."""
+    return tokens[:, 1:].transpose(1, 2).reshape(len(tokens), -1, 14, 14)
 
-    def plain() -> object:
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {  # how it is made, and its layer for the peers
+    "resnet50": (lambda: torchvision.models.resnet50(weights=None), "layer4"),
+    "vgg16": (lambda: torchvision.models.vgg16(weights=None), "features.29"),
+    "efficientnet_lite0": (lambda: timm.create_model("tf_efficientnet_lite0"), "bn2"),
+    "vit_b_16": (lambda: timm.create_model("vit_base_patch16_224"), "blocks.11.norm1"),
+}
+
+
+# ---------------------------------------------------------------------------------------- what is timed
+
+
+class Bench:
+    """One model, with a copy for each library, so that nobody's hooks slow another down."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(0)
+        make, layer = MODELS[name]
+        self.name, self.layer, self.model = name, layer, make().eval()
+        self.peer, self.torchcam, self.captum = (copy.deepcopy(self.model) for _ in range(3))
+        self.net, self.fast = sigcam.attach(self.model), sigcam.attach(self.model, optimize=True)
+        self.net.fitted = self.fast.fitted = True  # a map takes as long from a branch that is not
+        self.is_vit = name.startswith("vit")
+
+    def plain(self, images: Tensor) -> object:
         with torch.inference_mode():
-            return model(images)
+            return self.model(images)
 
-    def with_grad_cam() -> object:
-        return peer(images, [ClassifierOutputTarget(1)] * len(images))
+    def ours(self, net: DualBranch, images: Tensor, method: str, **options: Any) -> object:
+        return sigcam.explain(net, images, method, **options).maps
 
-    def with_torchcam() -> object:
-        scores = model(images)
-        return torchcam(scores.argmax(1).tolist(), scores)
+    def with_peer(self, images: Tensor, kind: str, **options: Any) -> object:
+        layer = self.peer.get_submodule(self.layer)
+        reshape = {"reshape_transform": vit_grid} if self.is_vit else {}
+        with getattr(pytorch_grad_cam, kind)(self.peer, [layer], **reshape, **options) as cam:
+            return cam(images, [ClassifierOutputTarget(1)] * len(images))
 
-    def with_captum() -> object:
-        maps = captum.attribute(images, target=[1] * len(images), relu_attributions=True)
-        return nn.functional.interpolate(maps, size, mode="bilinear")
+    def with_torchcam(self, images: Tensor, kind: str) -> object:
+        cam = getattr(torchcam.methods, kind)(self.torchcam, self.torchcam.get_submodule(self.layer))
+        try:
+            scores = self.torchcam(images)
+            return cam([1] * len(images), scores)
+        finally:
+            cam.remove_hooks()
 
-    return {
-        "plain forward": plain,
-        "sigcam, sigmoid branch": lambda: sigcam.explain(net, images, "grad-cam"),
-        "pytorch-grad-cam": with_grad_cam,
-        "torch-cam": with_torchcam,
-        "captum": with_captum,
-    }
+    def with_captum(self, images: Tensor) -> object:
+        cam = LayerGradCam(self.captum, self.captum.get_submodule(self.layer))
+        maps = cam.attribute(images, target=[1] * len(images), relu_attributions=True)
+        return nn.functional.interpolate(maps, images.shape[-2:], mode="bilinear")
+
+    def calls(self, images: Tensor) -> dict[tuple[str, str], Call]:
+        """What is timed, by (method, who)."""
+        found: dict[tuple[str, str], Call] = {("forward", "plain"): lambda: self.plain(images)}
+
+        def add(method: str, who: str, function: Callable[..., object], *args: Any, **options: Any) -> None:
+            found[method, who] = lambda: function(*args, **options)
+
+        for method in OURS:
+            add(method, "sigcam", self.ours, self.net, images, method)
+            add(method, "pytorch-grad-cam", self.with_peer, images, PEER[method])
+        add(GRAD_CAM, "sigcam, softmax branch", self.ours, self.net, images, GRAD_CAM, branch="softmax")
+        add(GRAD_CAM, "sigcam, optimize=True", self.ours, self.fast, images, GRAD_CAM)
+        if self.net.linear:
+            add("cam", "sigcam", self.ours, self.net, images, "cam")
+            add("all classes", "sigcam", self.ours, self.net, images, GRAD_CAM, classes="all")
+        if not self.is_vit:  # both take (B, N, P, Q) layers only
+            for method, kind in TORCHCAM.items():
+                add(method, "torch-cam", self.with_torchcam, images, kind)
+            add(GRAD_CAM, "captum", self.with_captum, images)
+        return found
 
 
-def measure(name: str) -> dict[str, float]:
-    """Median seconds per batch of each rival."""
-    images = torch.randn(BATCH, 3, 224, 224, generator=torch.Generator().manual_seed(1))
-    calls = rivals(name, images)
-    seconds: dict[str, list[float]] = {rival: [] for rival in calls}
-    for repeat in range(REPEATS + 1):
-        for rival, call in calls.items():
-            began = time.perf_counter()
-            call()
-            if repeat:  # the first round warms up
-                seconds[rival].append(time.perf_counter() - began)
-    return {rival: statistics.median(values) for rival, values in seconds.items()}
+# -------------------------------------------------------------------------------------------- measuring
 
 
-def main() -> None:
-    """Prints a table and writes results/maps.json."""
-    warnings.simplefilter("ignore")
+def seconds_of(call: Call) -> float:
+    """How long one call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def peak_of(call: Call) -> float | None:
+    """Megabytes that the call adds to the process at most; None where the system does not tell."""
+    gc.collect()
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        before = _status("VmRSS")
+        call()
+        return (_status("VmHWM") - before) / 1024
+    except OSError:
+        return None
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field + ":"))
+
+
+def measure(bench: Bench, batch: int) -> list[Row]:
+    """A row for each method and library."""
+    images = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(1))
+    calls, order = bench.calls(images), random.Random(0)
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
+    peaks = {key: peak_of(call) for key, call in calls.items()}  # which warms up, too
+    headline = [key for key in calls if key[0] in ("forward", GRAD_CAM, "all classes")]
+    for repeat in range(HEADLINE_REPEATS if batch > 1 else REPEATS):
+        keys = [*calls] if repeat < REPEATS else headline
+        keys = [*keys, ("forward", "plain")]
+        order.shuffle(keys)
+        for key in keys:
+            seconds[key].append(seconds_of(calls[key]))
+    plain = statistics.median(seconds["forward", "plain"])
+    return [
+        {
+            "model": bench.name,
+            "batch": batch,
+            "method": method,
+            "who": who,
+            "ms_per_image": 1000 * statistics.median(values) / batch,
+            "ratio_to_forward": statistics.median(values) / plain,
+            "peak_mb": peaks[method, who],
+        }
+        for (method, who), values in seconds.items()
+    ]
+
+
+def measure_perturbation(bench: Bench) -> list[Row]:
+    """Ablation-CAM and Score-CAM of one image: sigcam on all channels, the peer on 64, multiplied."""
+    image = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(1))
+    channels = bench.net(image).features.shape[1]
+    plain = statistics.median(seconds_of(lambda: bench.plain(image)) for _ in range(9))
     rows = []
-    for name in LAYERS:
-        medians = measure(name)
-        for rival, seconds in medians.items():
-            ratio = seconds / medians["plain forward"]
-            rows.append(
-                {"model": name, "what": rival, "seconds_per_batch": seconds, "ratio_to_forward": ratio}
-            )
-            print(
-                f"{name:10s} {rival:24s} {seconds:7.3f} s per batch of {BATCH}   {ratio:5.2f} x plain forward"
-            )
-    packages = ("torch", "grad-cam", "torchcam", "captum")
+
+    def add(method: str, who: str, seconds: float, peak: float | None, note: str = "") -> None:
+        row = {"model": bench.name, "batch": 1, "method": method, "who": who, "peak_mb": peak, "note": note}
+        rows.append(row | {"ms_per_image": 1000 * seconds, "ratio_to_forward": seconds / plain})
+
+    for method in ("ablation-cam", "score-cam"):
+        peak = peak_of(lambda m=method: bench.ours(bench.net, image, m, top_n=SOME_CHANNELS))  # type: ignore[misc]
+        add(method, "sigcam", seconds_of(lambda m=method: bench.ours(bench.net, image, m)), peak)  # type: ignore[misc]
+    factor = channels / SOME_CHANNELS
+    note = f"{SOME_CHANNELS} of {channels} channels, multiplied"
+    with redirect_stderr(io.StringIO()):  # its progress bar
+        ratio = SOME_CHANNELS / 2 / channels  # it takes as many from either end
+        ablate = lambda: bench.with_peer(image, "AblationCAM", ratio_channels_to_ablate=ratio)  # noqa: E731
+        add("ablation-cam", "pytorch-grad-cam", factor * seconds_of(ablate), None, note)
+        add(
+            "score-cam",
+            "pytorch-grad-cam",
+            factor * seconds_of(lambda: some_scores(bench, image)),
+            None,
+            note,
+        )
+    return rows
+
+
+def some_scores(bench: Bench, image: Tensor) -> object:
+    """pytorch-grad-cam's Score-CAM on the first channels alone."""
+    layer = bench.peer.get_submodule(bench.layer)
+    with pytorch_grad_cam.ScoreCAM(bench.peer, [layer]) as cam, torch.no_grad():
+        bench.peer(image)
+        features: list[Tensor] = []
+        handle = layer.register_forward_hook(lambda module, args, out: features.append(out))
+        bench.peer(image)
+        handle.remove()
+        some = features[0][:, :SOME_CHANNELS].numpy()
+        return cam.get_cam_weights(image, layer, [ClassifierOutputTarget(1)], some, None)
+
+
+# ------------------------------------------------------------------------------------------- reporting
+
+# model, batch, method, who, against whom, at most
+BUDGETS = [
+    ("resnet50", 8, GRAD_CAM, "sigcam", "plain", 1.03),
+    ("resnet50", 8, GRAD_CAM, "sigcam, softmax branch", "plain", 1.03),
+    ("vgg16", 8, GRAD_CAM, "sigcam", "plain", 1.03),
+    ("vgg16", 8, GRAD_CAM, "sigcam, softmax branch", "plain", 1.03),
+    ("resnet50", 8, GRAD_CAM, "sigcam, optimize=True", "plain", 0.75),
+    ("resnet50", 8, GRAD_CAM, "sigcam, optimize=True", "torch-cam", 0.75),
+    ("resnet50", 8, GRAD_CAM, "sigcam, optimize=True", "captum", 0.80),
+    ("resnet50", 8, GRAD_CAM, "sigcam, optimize=True", "pytorch-grad-cam", 0.25),
+    ("vgg16", 8, GRAD_CAM, "sigcam, optimize=True", "plain", 0.85),
+    ("resnet50", 8, "all classes", "sigcam", "plain", 1.10),
+    ("resnet50", 1, "ablation-cam", "sigcam", "pytorch-grad-cam", 0.01),
+]
+
+
+def judged(rows: list[Row]) -> list[Row]:
+    """Each budget with what was measured, for the models that were run."""
+    found = {(r["model"], r["batch"], r["method"], r["who"]): r["ms_per_image"] for r in rows}
+    verdicts = []
+    for model, batch, method, who, rival, most in BUDGETS:
+        against = (model, batch, "forward", "plain") if rival == "plain" else (model, batch, method, rival)
+        if (model, batch, method, who) in found:
+            ratio = found[model, batch, method, who] / found[against]
+            what = f"{model}, batch {batch}, {method}: {who} / {rival}"
+            verdicts.append({"what": what, "ratio": ratio, "budget": most, "kept": ratio <= most})
+    return verdicts
+
+
+def show(rows: list[Row], verdicts: list[Row], console: Console) -> None:
+    """Prints what was measured."""
+    table = Table("model", "batch", "method", "who", "ms / image", "x forward", "peak MB")
+    for r in rows:
+        peak = "-" if r["peak_mb"] is None else f"{r['peak_mb']:.0f}"
+        numbers = f"{r['ms_per_image']:.1f}", f"{r['ratio_to_forward']:.2f}", peak
+        table.add_row(r["model"], str(r["batch"]), r["method"], r["who"], *numbers)
+    console.print(table)
+    table = Table("budget", "measured", "at most", "kept")
+    for v in verdicts:
+        table.add_row(v["what"], f"{v['ratio']:.3f}", f"{v['budget']:.2f}", "yes" if v["kept"] else "NO")
+    console.print(table)
+
+
+def main(names: list[str]) -> None:
+    """Measures the models named, or all; prints tables and writes results/maps.json if it was all."""
+    warnings.simplefilter("ignore")
+    console, rows, began = Console(width=120), list[Row](), time.monotonic()
+    for name in names or MODELS:
+        bench = Bench(name)
+        for batch in (8, 1):
+            rows += measure(bench, batch)
+        if name in ("resnet50", "efficientnet_lite0"):
+            rows += measure_perturbation(bench)
+        console.print(f"{name}: done after {(time.monotonic() - began) / 60:.1f} minutes")
+    verdicts = judged(rows)
+    show(rows, verdicts, console)
+    if names:
+        return
+    packages = ("torch", "torchvision", "timm", "grad-cam", "torchcam", "captum")
     result = {
         "command": "make bench",
         "date": datetime.now(UTC).date().isoformat(),
-        "batch": BATCH,
-        "repeats": REPEATS,
+        "minutes": round((time.monotonic() - began) / 60, 1),
         "threads": torch.get_num_threads(),
         "machine": platform.machine(),
+        "repeats": {"grad-cam, batch 8": HEADLINE_REPEATS, "others": REPEATS, "perturbation": 1},
         "versions": {package: version(package) for package in packages},
+        "budgets": verdicts,
         "rows": rows,
     }
     path = Path(__file__).parent / "results" / "maps.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
+    console.print(f"written to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -8,6 +8,17 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from sigcam.compat import CAM as CAM
+    from sigcam.compat import AblationCAM as AblationCAM
+    from sigcam.compat import EigenCAM as EigenCAM
+    from sigcam.compat import EigenGradCAM as EigenGradCAM
+    from sigcam.compat import FinerCAM as FinerCAM
+    from sigcam.compat import GradCAM as GradCAM
+    from sigcam.compat import GradCAMPlusPlus as GradCAMPlusPlus
+    from sigcam.compat import HiResCAM as HiResCAM
+    from sigcam.compat import LayerCAM as LayerCAM
+    from sigcam.compat import ScoreCAM as ScoreCAM
+    from sigcam.compat import XGradCAM as XGradCAM
     from sigcam.config import FitConfig as FitConfig
     from sigcam.data import Sample as Sample
     from sigcam.data import Samples as Samples
@@ -21,19 +32,33 @@ if TYPE_CHECKING:
     from sigcam.errors import DataError as DataError
     from sigcam.errors import ModelError as ModelError
     from sigcam.errors import SigcamError as SigcamError
-    from sigcam.explaining import Explanation as Explanation
     from sigcam.explaining import explain as explain
+    from sigcam.explanation import Explanation as Explanation
     from sigcam.fitting import FitResult as FitResult
     from sigcam.fitting import balanced_bce as balanced_bce
     from sigcam.fitting import fit as fit
     from sigcam.models import load_classifier as load_classifier
 
 _ROOMS = {
+    "compat": (
+        "AblationCAM",
+        "CAM",
+        "EigenCAM",
+        "EigenGradCAM",
+        "FinerCAM",
+        "GradCAM",
+        "GradCAMPlusPlus",
+        "HiResCAM",
+        "LayerCAM",
+        "ScoreCAM",
+        "XGradCAM",
+    ),
     "config": ("FitConfig",),
     "data": ("Sample", "Samples", "open_dataset"),
     "dual": ("Branches", "DualBranch", "attach", "load"),
     "errors": ("AttachError", "CheckpointError", "DataError", "ModelError", "SigcamError"),
-    "explaining": ("Explanation", "explain"),
+    "explaining": ("explain",),
+    "explanation": ("Explanation",),
     "fitting": ("FitResult", "balanced_bce", "fit"),
     "models": ("load_classifier",),
 }

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -15,9 +13,7 @@ from sigcam.config import FitConfig
 from sigcam.console import progress_bar, show_report, show_skips, show_table
 
 if TYPE_CHECKING:
-    from sigcam.data import Samples
-    from sigcam.dual import DualBranch
-    from sigcam.models import Classifier
+    pass
 
 app = typer.Typer(
     help="Evidence maps for any image classifier, from a sigmoid branch that leaves predictions untouched.",
@@ -77,40 +73,16 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show how a classifier is split (head, layer, map size) and what a data set holds."""
+    from sigcam.data import open_dataset
+    from sigcam.inspecting import data_facts, model_facts
+    from sigcam.opening import attach_to, open_classifier
+
     facts: dict[str, Any] = {}
     if data:
-        samples = _open(data, format, "train")
-        counts = [0] * len(samples.classes)
-        for sample in samples:
-            if sample.label is not None:
-                counts[sample.label] += 1
-        facts["data"] = {
-            "images": len(samples),
-            "classes": len(samples.classes),
-            "images per class": f"{min(counts)} to {max(counts)}" if counts else "no labels",
-            "boxes": sum(sample.boxes is not None for sample in samples),
-            "masks": sum(sample.open_mask is not None for sample in samples),
-        }
+        facts["data"] = data_facts(open_dataset(data, format=format, split="train"))
     if model or not data:
-        classifier, net = _attach(model or "embedded", weights, crop, head, layer, pretrained=False)
-        split, size = net.split, net.split.fold.image
-        facts["model"] = {
-            "model": classifier.name,
-            "classes": f"{net.classes}"
-            + (f" ({', '.join(classifier.classes[:3])}, ...)" if classifier.classes else ""),
-            "head": ", ".join(split.heads)
-            + ("" if split.whole else " (combined by the model's own last steps)"),
-            "layer": split.layer + (" and the activation after it" if split.activation else ""),
-            "map": f"{split.fold.grid[0]} x {split.fold.grid[1]} cells of a {size[0]} x {size[1]} input"
-            + (f", after {split.fold.prefix} prefix token(s)" if split.fold.prefix else ""),
-            "layout": split.fold.layout,
-            "returns": split.output,
-            "global average + linear": ", ".join(sorted(net.linear)) or "no",
-            "methods": ", ".join(_usable_methods(net)),
-            "branch parameters": f"{sum(p.numel() for p in net.parameters() if p.requires_grad):,}",
-            "finer layers": "; ".join(_finer_layers(net)) or "none",
-            "preprocessing": str(classifier.transform),
-        }
+        classifier = open_classifier(model or "embedded", weights, crop, pretrained=False)
+        facts["model"] = model_facts(classifier, attach_to(classifier, head, layer))
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
     else:
@@ -141,15 +113,16 @@ def train_classifier(
     from sigcam.errors import DataError
     from sigcam.manifest import data_fingerprint, try_folder, write_manifest
     from sigcam.models import save_classifier
+    from sigcam.opening import open_classifier, open_training_data
     from sigcam.training import train_probe
 
     if not probe:
         raise DataError(
             "only the linear probe is there: pass --probe to train a linear head on a frozen backbone."
         )
-    samples = _enough(_open(data, format, "train"))
+    samples = open_training_data(data, format)
     try_folder(output)
-    classifier = _load(model, weights, crop, device, len(samples.classes))
+    classifier = open_classifier(model, weights, crop, device, len(samples.classes))
     with progress_bar() as progress:
         result = train_probe(
             classifier,
@@ -206,14 +179,16 @@ def fit(
     from sigcam.fitting import fit as fit_branch
     from sigcam.fitting import match_classes
     from sigcam.manifest import data_fingerprint, try_folder, write_manifest
+    from sigcam.opening import attach_to, open_classifier, open_training_data
 
     try:
         weight: Any = "balanced" if pos_weight == "balanced" else float(pos_weight)
     except ValueError:
         raise DataError(f"--pos-weight takes a number or balanced, not {pos_weight!r}.") from None
-    samples = _enough(_open(data, format, "train"))
+    samples = open_training_data(data, format)
     try_folder(output)
-    classifier, net = _attach(model, weights, crop, head, layer, device)
+    classifier = open_classifier(model, weights, crop, device)
+    net = attach_to(classifier, head, layer)
     samples = match_classes(samples, net.classes, net.class_names)
     config = FitConfig(epochs, lr, batch_size, cast(Literal[1, 2], views), weight, l2, workers, seed)
     with progress_bar() as progress:
@@ -253,7 +228,23 @@ def explain(
     branch: Annotated[
         str, typer.Option("--branch", help="A fitted branch file, or softmax or centred, which need none.")
     ] = "sigmoid",
-    method: Annotated[str, typer.Option("--method", help="cam or grad-cam.")] = "grad-cam",
+    method: Annotated[
+        str, typer.Option("--method", help="cam, grad-cam, grad-cam++, layer-cam, score-cam, ...")
+    ] = "grad-cam",
+    target: Annotated[str, typer.Option("--target", help="class, probability or finer-cam.")] = "class",
+    layers: Annotated[
+        str | None, typer.Option("--layers", help="Fuse the maps of these layers: layer3,layer4.")
+    ] = None,
+    zoom: Annotated[
+        float, typer.Option("--zoom", help="Draw maps from the image this much enlarged: finer, slower.")
+    ] = 1.0,
+    stride: Annotated[
+        int | None, typer.Option("--stride", help="1: no stride in a CNN's last stage; maps twice as fine.")
+    ] = None,
+    aug_smooth: Annotated[
+        bool, typer.Option("--aug-smooth", help="Mean over mirror images and brightnesses: six passes.")
+    ] = False,
+    top_n: Annotated[int | None, typer.Option("--top-n", help="Channels that Score-CAM tries.")] = None,
     classes: Annotated[
         str | None,
         typer.Option("--class", help="A class name or number; default: what the classifier predicts."),
@@ -277,53 +268,55 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Draw evidence maps of pictures: an overlay (PNG), the map (NPY) and the scores (JSON) for each."""
+    from sigcam.data import open_dataset
     from sigcam.data.folder import pictures as open_pictures
-    from sigcam.dual import fingerprint, load
-    from sigcam.errors import CheckpointError, DataError
+    from sigcam.dual import fingerprint
+    from sigcam.errors import DataError
+    from sigcam.explaining import Drawing
     from sigcam.explaining import explain as explain_images
     from sigcam.manifest import data_fingerprint, try_folder, write_manifest, write_text
-    from sigcam.methods import method_name
+    from sigcam.opening import (
+        attach_to,
+        batches,
+        branch_file,
+        class_index,
+        file_names,
+        open_branch,
+        open_classifier,
+    )
 
     if not pictures and not data:
         raise DataError("no pictures: give image files or a folder, e.g. `sigcam explain photo.jpg`.")
-    method_name(method)
-    if scale not in ("unit", "raw"):
-        raise DataError(f"--scale is unit or raw, not {scale!r}.")
-    samples = open_pictures(pictures) if pictures else _open(data, format, "test")
-    file = None if branch in ("sigmoid", "softmax", "centred") else Path(branch)
-    if file is not None and file.is_dir():  # what `sigcam fit` wrote to
-        file = file / "branch.safetensors"
-    if branch == "sigmoid":
-        raise CheckpointError(
-            "the sigmoid branch must be fitted first: give its file (--branch branch.safetensors, made by "
-            "`sigcam fit`), "
-            "or use --branch centred, which needs none."
-        )
-    if file is not None and not file.is_file():
-        raise CheckpointError(f"--branch {branch}: no such file {file}, and no branch of that name.")
-    if file is not None and (head or layer):
-        raise DataError("--head and --layer are part of a fitted branch: leave them out, or fit with them.")
+    fitted = branch not in ("softmax", "centred")
+    source: Any = "sigmoid" if fitted else branch
+    Drawing(method, source, clamp, cast(Any, target), cast(Any, scale), top_n=top_n).checked()
+    samples = open_pictures(pictures) if pictures else open_dataset(data, format=format, split="test")
+    if fitted:
+        branch_file(branch)
+        if head or layer:
+            raise DataError("--head and --layer are part of a fitted branch: leave them out, or refit.")
     try_folder(output)
-    if file is None:
-        classifier, net = _attach(model, weights, crop, head, layer, device)
-    else:
-        classifier = _load(model, weights, crop, device)
-        net = _prepared(load(file, classifier.model), classifier)
-        if not net.fitted:
-            raise CheckpointError(f"{file} holds a branch that was never fitted: make one with `sigcam fit`.")
-    index = _class_index(classes, net)
-    rows, skipped, names = list[dict[str, Any]](), list[tuple[str, str]](), _file_names(samples)
+    classifier = open_classifier(model, weights, crop, device)
+    net = open_branch(branch, classifier) if fitted else attach_to(classifier, head, layer)
+    index = class_index(classes, net)
+    rows, skipped, names = list[dict[str, Any]](), list[tuple[str, str]](), file_names(samples)
     with progress_bar() as progress:
-        for batch in _batches(samples, classifier, batch_size, workers, skipped):
+        for batch in batches(samples, classifier, batch_size, workers, skipped):
             chosen = [samples[i] for i in batch.indices]
             ex = explain_images(
                 net,
                 [sample.open() for sample in chosen],
                 method,
-                branch=cast(Any, "sigmoid" if file else branch),
+                branch=source,
                 clamp=clamp,
                 classes=index,
+                target=cast(Any, target),
                 scale=cast(Any, scale),
+                layers=layers.split(",") if layers else None,
+                zoom=zoom,
+                stride=cast(Any, stride),
+                aug_smooth=aug_smooth,
+                top_n=top_n,
             )
             boxes = ex.boxes(threshold)
             for sample, row, box in zip(chosen, ex.rows(), boxes, strict=True):
@@ -341,6 +334,11 @@ def explain(
         branch=branch,
         data_fingerprint=data_fingerprint(samples),
         method=method,
+        target=target,
+        layers=layers,
+        zoom=zoom,
+        stride=stride,
+        aug_smooth=aug_smooth,
         skipped=skipped,
         numbers=rows,
     )
@@ -352,7 +350,7 @@ def explain(
             row["image"],
             row["class_name"],
             f"{row['probability']:.3f}",
-            f"{row['evidence']:.3f}" if file else "-",
+            f"{row['evidence']:.3f}" if fitted else "-",
         )
         for row in rows[:20]
     ]
@@ -378,13 +376,14 @@ def demo(
 ) -> None:
     """Do the whole job offline: make data, train a classifier, fit a branch, draw and measure maps."""
     from sigcam.demo import run_demo
+    from sigcam.opening import usable_device
 
     with progress_bar() as progress:
         table = run_demo(
             output,
             images=images,
             test_images=test_images,
-            device=_device(device),
+            device=usable_device(device),
             seed=seed,
             progress=progress,
         )
@@ -415,135 +414,3 @@ def demo(
         [(k.replace("_", " "), f"{v:.4g}" if isinstance(v, float) else str(v)) for k, v in rows.items()],
     )
     typer.echo(f"look at {output / 'maps.png'} and {output / 'distortions.png'}")
-
-
-# ------------------------------------------------------------------------------------ what the commands share
-
-
-def _device(name: str) -> str:
-    import torch
-
-    from sigcam.errors import DataError
-
-    try:
-        torch.empty(1, device=torch.device(name))
-    except (RuntimeError, AssertionError) as error:
-        raise DataError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from error
-    return name
-
-
-def _open(data: str, format: str | None, split: str) -> Samples:
-    from sigcam.data import open_dataset
-
-    return open_dataset(data, format=format, split=split)
-
-
-def _enough(samples: Samples) -> Samples:
-    """The samples, if there are two classes with two images each."""
-    from sigcam.errors import DataError
-
-    if len(samples.classes) < 2:
-        raise DataError(
-            f"the data has one class ({samples.classes[0]}): at least two are needed to tell them apart."
-        )
-    counts = [0] * len(samples.classes)
-    for sample in samples:
-        counts[sample.label or 0] += 1
-    few = next((name for name, count in zip(samples.classes, counts, strict=True) if count < 2), None)
-    if few is not None:
-        raise DataError(f"class {few!r} has one image: give each class at least two, or remove its folder.")
-    return samples
-
-
-def _load(
-    model: str,
-    weights: Path | None,
-    crop: bool,
-    device: str,
-    classes: int | None = None,
-    *,
-    pretrained: bool = True,
-) -> Classifier:
-    import torch
-
-    from sigcam.models import load_classifier
-
-    classifier = load_classifier(
-        model,
-        weights=weights,
-        device=_device(device),
-        crop=crop,
-        num_classes=classes,
-        pretrained=pretrained,
-    )
-    classifier.model.to(memory_format=torch.channels_last)  # up to twice as fast; the model is ours alone
-    return classifier
-
-
-def _attach(
-    model: str,
-    weights: Path | None,
-    crop: bool,
-    head: str | None,
-    layer: str | None,
-    device: str = "cpu",
-    pretrained: bool = True,
-) -> tuple[Classifier, DualBranch]:
-    from sigcam.dual import attach
-
-    classifier = _load(model, weights, crop, device, pretrained=pretrained)
-    return classifier, _prepared(attach(classifier.model, head=head, layer=layer), classifier)
-
-
-def _prepared(net: DualBranch, classifier: Classifier) -> DualBranch:
-    """The network with the classifier's preprocessing and class names."""
-    net.transform = classifier.transform
-    net.class_names = net.class_names or classifier.classes
-    return net
-
-
-def _finer_layers(net: DualBranch) -> list[str]:
-    """For each finer grid that the network passes through, the last layer on it."""
-    last = {(p, q): f"{name} ({n} x {p} x {q})" for name, n, p, q in net.split.spatial}
-    return [text for grid, text in last.items() if grid[0] > net.split.fold.grid[0]]
-
-
-def _usable_methods(net: DualBranch) -> list[str]:
-    from sigcam.methods import METHODS
-
-    return [name for name in METHODS if name != "cam" or net.linear]
-
-
-def _class_index(given: str | None, net: DualBranch) -> int | None:
-    from difflib import get_close_matches
-
-    from sigcam.errors import DataError
-
-    names = net.class_names or ()
-    if given is None or given in names:
-        return None if given is None else names.index(given)
-    if given.isdecimal():
-        return int(given)
-    close = get_close_matches(given, names, n=3)
-    raise DataError(
-        f"no class is named {given!r}" + (f": did you mean {', '.join(close)}?" if close else ".")
-    )
-
-
-def _batches(
-    samples: Samples, classifier: Classifier, batch_size: int, workers: int, skipped: list[tuple[str, str]]
-) -> Iterator[Any]:
-    from sigcam.data.loading import collect
-
-    for batch in collect(samples, classifier.transform, batch_size=batch_size, workers=workers):
-        skipped += batch.skipped
-        if len(batch.images):
-            yield batch
-
-
-def _file_names(samples: Samples) -> list[str]:
-    """A name for each sample's files, `photo.map` for `photo.jpg`: no two alike, none that of a picture."""
-    plain = [sample.id.strip("/").replace("/", "__").replace("\\", "__") for sample in samples]
-    stems = [name.rsplit(".", 1)[0] for name in plain]
-    twice = {stem for stem, count in Counter(stems).items() if count > 1}
-    return [f"{name if stem in twice else stem}.map" for name, stem in zip(plain, stems, strict=True)]

@@ -17,7 +17,7 @@ from sigcam.data.loading import collect
 from sigcam.data.shapes import scenes, shapes
 from sigcam.draw import colours, grid, overlay, with_outline
 from sigcam.dual import DualBranch, attach, fingerprint
-from sigcam.explaining import explain, explain_passage
+from sigcam.explaining import Drawing, explain, explain_passage
 from sigcam.fitting import Progress, fit
 from sigcam.manifest import data_fingerprint, try_folder, write_manifest
 from sigcam.models import Classifier, load_classifier, save_classifier
@@ -143,10 +143,10 @@ def _measure(net: DualBranch, samples: Samples, progress: Progress) -> tuple[Ten
         masks = torch.stack([_mask(samples, i) for i in batch.indices])
         began = time.perf_counter()
         passage = net.run(batch.images.to(net.device), grad=True)  # one pass serves every cell of the table
-        explain_passage(net, passage)
+        explain_passage(net, passage, Drawing())
         seconds += time.perf_counter() - began
         for cell, (branch, clamp) in enumerate(CELLS):
-            maps = explain_passage(net, passage, branch=branch, clamp=clamp).maps.cpu()
+            maps = explain_passage(net, passage, Drawing(branch=branch, clamp=clamp)).maps.cpu()
             for i, threshold in enumerate(THRESHOLDS.tolist()):
                 above = foreground(maps, threshold)
                 inside = (above & masks).flatten(1).sum(1)
@@ -229,7 +229,7 @@ def distortions_figure(net: DualBranch, samples: Samples) -> Any:
             f"evidence {passage.sigmoid[0, label].sigmoid():.6f}",
         )
         for row, branch in enumerate(BRANCHES):
-            ex = explain_passage(double, passage, branch=branch)
+            ex = explain_passage(double, passage, Drawing(branch=branch))
             rows[row].append(colours(ex.maps[0]))
             captions[row].append(said[row] + ("\nblank map" if bool(ex.blank[0]) else ""))
     return grid(

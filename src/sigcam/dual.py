@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from sigcam.errors import AttachError, CheckpointError
-from sigcam.heads import Init, Inputs, SigmoidHead, Tail, on_tensors, record_tail
+from sigcam.fold import Place
+from sigcam.heads import Init, SigmoidHead, Tail, record_tail
 from sigcam.models import Preprocess, declared_transform
-from sigcam.split import ACTIVATIONS, Split, find_split
-from sigcam.trace import Size, borrowed, logits_of
+from sigcam.split import Split, find_split
+from sigcam.tapping import Tap, casting_anew
+from sigcam.trace import Size
 from sigcam.weights import write_whole
 
 
@@ -36,12 +36,26 @@ class Branches:
 
 @dataclass(frozen=True)
 class Passage(Branches):
-    """Branches still tied by autograd to `cut`, the layer's output as it came, before folding to
-    `features`."""
+    """Branches still tied by autograd to `cut`, the output of the layer at `place` as it came, before folding
+    to `features`."""
 
     cut: Tensor
     softmax_logits: Tensor  # (B, C) equal to `softmax`, but before an activation with which the model ends
-    image: Size
+    images: Tensor  # (B, C, H, W) what the model was given
+    place: Place
+
+    @property
+    def image(self) -> Size:
+        """Height and width of the images."""
+        return self.images.shape[-2], self.images.shape[-1]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """How autograd gets at the part of the model after some places."""
+
+    inline: bool = True  # gradients from the pass that predicts; False: recording them changes the arithmetic
+    forced: bool = False  # the model leaves F under a no_grad of its own
 
 
 # ----------------------------------------------------------------------------------------- the network
@@ -66,8 +80,9 @@ class DualBranch(nn.Module):
         self.input_shape = (3, 224, 224)  # of the image that it was attached with
         self.warned = False  # that the branch is not fitted
         self.linear = frozenset[str]()  # branches whose logits are W mean(F) + b, checked at attach
-        self.inline = True  # gradients from the same pass; False: recording them changes the arithmetic
-        self.forced = False  # the model leaves F under a no_grad of its own
+        self.example: Tensor | None = None  # that it was attached with
+        self._recording = dict[tuple[Place, ...], Recording]()
+        self._places = dict[str, Place]()
         self._softmax_tail: Tail | None = None
         self.model = model
         self.eval()
@@ -119,32 +134,89 @@ class DualBranch(nn.Module):
 
     def run(self, images: Tensor, *, grad: bool = False) -> Passage:
         """One pass. With `grad`, both heads' logits can be differentiated with respect to `.cut`."""
+        return self.run_at((self.split.place,), images, grad=grad)[0]
+
+    def run_at(
+        self, places: Sequence[Place], images: Tensor, *, grad: bool = False, swap: Tensor | None = None
+    ) -> list[Passage]:
+        """One pass, seen from several places: they differ in `.features` and `.cut` alone.
+
+        Args:
+            swap: what the model goes on with instead of the (one) place's output; the logits are then theirs.
+        """
         recording = torch.is_grad_enabled()
-        with torch.inference_mode(False), torch.no_grad(), _casting_anew():
-            tap = self._tap(images, grad=grad and self.inline)
+        with torch.inference_mode(False), torch.no_grad(), casting_anew():
+            how = self._recording_at(tuple(places)) if grad else Recording()
+            tap = self._tap(places, images, grad=grad and how.inline, forced=how.forced, swap=swap)
             bare = tap.logits
-            if grad and not self.inline:
-                tap = self._tap(images, grad=True)
+            if grad and not how.inline:
+                tap = self._tap(places, images, grad=True, forced=how.forced)
             with torch.set_grad_enabled(grad or recording):
                 sigmoid, pooled = self.sigmoid(tap.inputs)
                 tail = self._softmax_tail
-                softmax_logits = tap.logits if tail is None else tail(tap.outputs).reshape(-1, self.classes)
+                logits = tap.logits if tail is None else tail(tap.outputs).reshape(-1, self.classes)
                 size = (images.shape[-2], images.shape[-1])
-                features = self.split.fold(tap.cut, size)
-        return Passage(bare.detach(), sigmoid, features, pooled, tap.cut, softmax_logits, size)
+                return [
+                    Passage(bare.detach(), sigmoid, p.fold(cut, size), pooled, cut, logits, images, p)
+                    for p, cut in zip(places, tap.cuts, strict=True)
+                ]
 
-    def _tap(self, images: Tensor, *, grad: bool) -> _Tap:
-        """Runs the model with our hooks on it, and only for as long as that takes."""
-        tap = _Tap(self, grad)
-        with ExitStack() as stack:
-            handles = stack.enter_context(borrowed(self.model))
-            tap.hook_into(handles)
-            if self.split.activation or (grad and self.forced):
-                stack.enter_context(tap)
-            stack.enter_context(torch.no_grad())  # also what ends the recording that a hook began
-            output = self.model(images.clone())  # a model may change its input in place
-        tap.logits = logits_of(output, len(images))
-        return tap.checked()
+    def rescore(self, passage: Passage, index: int, features: Tensor) -> Passage:
+        """The logits of image `index` had its features been (R, N, P, Q) others: the part of the model after
+        F runs on those, the part before it on the one image."""
+        fold, image = passage.place.fold, passage.images[index : index + 1]
+        swap = fold.undone(features, fold.one_image(passage.cut.detach(), index))
+        try:
+            return self.run_at((passage.place,), image, swap=swap)[0]
+        except RuntimeError:  # what bypasses F has the batch's size: run the model on as many images
+            return self.run_at((passage.place,), image.expand(len(features), -1, -1, -1), swap=swap)[0]
+
+    def _tap(
+        self,
+        places: Sequence[Place],
+        images: Tensor,
+        *,
+        grad: bool = False,
+        forced: bool = False,
+        swap: Tensor | None = None,
+    ) -> Tap:
+        keeps = self._softmax_tail is not None
+        tap = Tap(self.model, self.split, places, grad=grad, forced=forced, outputs=keeps, swap=swap)
+        return tap.run(images)
+
+    def place(self, layer: str | nn.Module) -> Place:
+        """Where the features of another layer, given by name or itself, leave the network."""
+        names = {module: name for name, module in self.model.named_modules()}
+        name = layer if isinstance(layer, str) else names.get(layer)
+        if name is None:
+            raise AttachError(f"this {type(layer).__name__} is no module of {type(self.model).__name__}.")
+        if name in (self.split.layer, *self._places):
+            return self._places.get(name, self.split.place)
+        with torch.inference_mode(False), casting_anew():
+            split, _ = find_split(self.model, head=self.named["head"], layer=name, example=self._example())
+        if split.heads != self.split.heads:
+            raise AttachError(
+                f"layer={name!r} lies inside or after the head {', '.join(self.split.heads)}: name one "
+                f"before it."
+            )
+        self._places[name] = split.place
+        return split.place
+
+    def around(self, model: nn.Module) -> DualBranch:
+        """The same branch beside another model whose modules have the same names: a finer copy, say."""
+        other = copy.copy(self)
+        other.model = model
+        return other
+
+    def _example(self) -> Tensor:
+        """What it was attached with, where the model is now."""
+        assert self.example is not None
+        return self.example.to(next(self.model.parameters()))
+
+    def _recording_at(self, places: tuple[Place, ...]) -> Recording:
+        if places not in self._recording:
+            self._recording[places] = _choose_recording(self, places)
+        return self._recording[places]
 
     def save(self, path: str | Path) -> None:
         """Writes the branch alone, with what is needed to check that it fits, as safetensors."""
@@ -179,101 +251,6 @@ class DualBranch(nn.Module):
         )
 
 
-class _Tap(TorchFunctionMode):
-    """What our hooks take from one pass of the model; a function mode only where one is needed."""
-
-    def __init__(self, net: DualBranch, grad: bool) -> None:
-        super().__init__()
-        self.net, self.grad, self.thread = net, grad, threading.get_ident()
-        self.inputs: list[Inputs] = []
-        self.outputs: list[Tensor] = []
-        self.logits: Tensor
-        self._cut: Tensor | None = None
-        self._awaited: Tensor | None = None
-        self._calls = 0
-
-    @property
-    def cut(self) -> Tensor:
-        assert self._cut is not None
-        return self._cut
-
-    def hook_into(self, handles: list[Any]) -> None:
-        """Registers our hooks, each into the list as it is made, so that an error leaves none behind."""
-        model, split = self.net.model, self.net.split
-        handles.append(model.get_submodule(split.layer).register_forward_hook(self.at_layer))
-        for name in split.heads:
-            head = model.get_submodule(name)
-            handles.append(head.register_forward_pre_hook(self.before_head, with_kwargs=True))
-        last = split.last if self.net._softmax_tail is not None else ()
-        handles.extend(model.get_submodule(name).register_forward_hook(self.after_last) for name in last)
-
-    def at_layer(self, module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
-        if threading.get_ident() != self.thread:
-            return None  # somebody else is using the model meanwhile
-        self._calls += 1
-        if self._calls != self.net.split.call:
-            return None
-        if self.net.split.activation:
-            self._awaited = out
-            return None
-        return self.take(out)
-
-    def take(self, out: Tensor) -> Tensor:
-        """Cuts the graph at F and hands the model a copy, which an in-place step may change."""
-        self._cut = out.detach()
-        if not self.grad:
-            return out.clone()
-        self._cut.requires_grad_()
-        torch.set_grad_enabled(True)  # from here on; the no_grad around the pass ends it
-        return self._cut.clone()
-
-    def before_head(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() == self.thread:
-            self.inputs.append(on_tensors(Tensor.clone, (args, kwargs)))
-
-    def after_last(self, module: nn.Module, args: Any, out: Tensor) -> None:
-        if threading.get_ident() == self.thread:
-            self.outputs.append(out.clone())
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self._awaited is not None and args and args[0] is self._awaited and func.__name__ in ACTIVATIONS:
-            self._awaited = None
-            return self.take(func(*args, **kwargs))
-        if self._cut is not None and self.grad:
-            if self.net.forced and func.__name__ == "detach":  # a frozen trunk may end in one
-                return args[0]
-            with torch.enable_grad():
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def checked(self) -> _Tap:
-        split = self.net.split
-        if self._cut is None:
-            raise AttachError(
-                f"layer {split.layer!r} did not run in this pass as it did when sigcam was attached."
-            )
-        if len(self.inputs) != len(split.heads):
-            raise AttachError(
-                f"head {split.heads[0]!r} did not run once in this pass, as it did when sigcam was attached."
-            )
-        return self
-
-
-@contextmanager
-def _casting_anew() -> Iterator[None]:
-    """Autocast keeps no cast weights: ours change when fitted, and the user's must not lose their graph to a
-    pass without gradient."""
-    kept = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(kept)
-
-
 # ------------------------------------------------------------------------------------- attach and load
 
 
@@ -305,7 +282,7 @@ def attach(
             f"this {type(model).__name__} was made inside torch.inference_mode(), so that no gradient can "
             "pass its weights: make it, or a copy of it, outside."
         )
-    with torch.inference_mode(False), _casting_anew():
+    with torch.inference_mode(False), casting_anew():
         example = None if example is None else example.clone()  # it may have been made in inference mode
         split, example = find_split(model, head=head, layer=layer, example=example, seed=seed)
         heads = [model.get_submodule(name) for name in split.heads]
@@ -317,9 +294,10 @@ def attach(
         if split.output == "probabilities":
             net._softmax_tail = sigmoid.tail or record_tail(model, split, example)
         with torch.no_grad():
-            inputs = net._tap(example, grad=False).inputs
+            inputs = net._tap((split.place,), example).inputs
         sigmoid.prepare(inputs)
-        _choose_gradients(net, example)
+        net.example = example.detach()
+        net._recording_at((split.place,))
         net.linear = frozenset(b for b in ("softmax", "sigmoid") if _is_gap_linear(net, b, example))
         net.input_shape = (int(example.shape[1]), int(example.shape[2]), int(example.shape[3]))
     net.transform = declared_transform(model)
@@ -338,20 +316,20 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model if inner is None else unwrapped(inner)
 
 
-def _choose_gradients(net: DualBranch, example: Tensor) -> None:
+def _choose_recording(net: DualBranch, places: tuple[Place, ...]) -> Recording:
     """Whether gradients can come from the pass that predicts, bit for bit; checked by doing it."""
+    example = net._example()
     with torch.no_grad():
-        bare = net._tap(example, grad=False)
-        for net.forced in (False, True):
-            tap = net._tap(example, grad=True)
+        bare = net._tap(places, example)
+        for forced in (False, True):
+            tap = net._tap(places, example, grad=True, forced=forced)
             entering = [leaf for leaf in pytree.tree_leaves(tap.inputs) if isinstance(leaf, Tensor)]
             if any(leaf.requires_grad for leaf in entering):
                 before = [leaf for leaf in pytree.tree_leaves(bare.inputs) if isinstance(leaf, Tensor)]
                 same = all(torch.equal(a, b) for a, b in zip(before, entering, strict=True))
-                net.inline = same and torch.equal(bare.logits, tap.logits)
-                return
+                return Recording(same and torch.equal(bare.logits, tap.logits), forced)
     raise AttachError(
-        f"no gradient passes from layer {net.split.layer!r} to the head {net.split.heads[0]!r}. "
+        f"no gradient passes from layer {places[0].layer!r} to the head {net.split.heads[0]!r}. "
         "Name another layer: attach(model, layer='...')."
     )
 

@@ -1,178 +1,74 @@
-"""explain: from images to evidence maps (Eq. 4, 6), and the Explanation that holds them."""
+"""explain: from images to evidence maps (Eq. 4, 6)."""
 
 from __future__ import annotations
 
-import base64
-import io
-import json
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from html import escape
-from pathlib import Path
-from typing import Any, Literal
+from itertools import product
+from typing import Literal
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from sigcam.boxes import boxes_at
-from sigcam.draw import overlay, with_boxes
+from sigcam.asking import Classes, Picture, Scores, as_batch, choose_classes
 from sigcam.dual import DualBranch, Passage
 from sigcam.errors import DataError
+from sigcam.explanation import Explanation, Scale
+from sigcam.finer import dilated, zoomed
+from sigcam.fold import Place
 from sigcam.methods import METHODS, method_name
-from sigcam.probe import Branch, Probe, Target, branch_logits, class_score, full, resize, unit_range
+from sigcam.probe import (
+    Branch,
+    Probe,
+    Target,
+    TargetName,
+    as_target,
+    full_precision,
+    resize,
+    unit_range,
+)
 from sigcam.trace import Size
 
 log = logging.getLogger("sigcam")
-Scale = Literal["unit", "raw"]
-Picture = Image.Image | str | Path
-Classes = int | Sequence[int] | Tensor | Literal["top5", "positive", "all"] | None
+MapSize = Literal["image", "features"] | Size | None
+AT_ONCE = 2**25  # numbers in the weights of as many classes as are asked together
+FACTORS = (0.9, 1.0, 1.1)  # of aug_smooth
+MOST_NOTES = 5
 
 
-@dataclass(frozen=True, repr=False)
-class Explanation:
-    """Maps of one class (or K) per image, and the scores of those classes.
+@dataclass(frozen=True)
+class Drawing:
+    """How maps are drawn; what `explain` says of its arguments."""
 
-    Args:
-        maps: (B, H, W), or (B, K, H, W); in [0, 1] unless `scale` is "raw".
-        classes: (B,) or (B, K) class indices; -1 pads "positive".
-        probability: the softmax head's probability of the class.
-        evidence: the sigmoid branch's score of the class, in [0, 1], each class judged by itself; it means
-            nothing unless the branch is `fitted`.
-        logits: the class's logit in the branch that the maps explain.
-        positive_share: how much of the evidence before clamping is positive, in [0, 1].
-        blank: whether a map is all zero; `notes` says why.
-    """
+    method: str = "grad-cam"
+    branch: Branch = "sigmoid"
+    clamp: bool | None = None
+    target: Target | TargetName = "class"
+    scale: Scale = "unit"
+    batch_size: int | None = None
+    top_n: int | None = None
 
-    maps: Tensor
-    classes: Tensor
-    probability: Tensor
-    evidence: Tensor
-    logits: Tensor
-    positive_share: Tensor
-    blank: Tensor
-    notes: tuple[str, ...]
-    method: str
-    branch: Branch
-    clamp: bool
-    scale: Scale
-    fitted: bool
-    class_names: tuple[str, ...] | None = None
-    pictures: tuple[Image.Image, ...] = ()
-    images: Tensor | None = None
+    def checked(self) -> Drawing:
+        """The same with its defaults filled in; DataError for what does not exist."""
+        if self.branch not in ("sigmoid", "softmax", "centred"):
+            raise DataError(f"unknown branch {self.branch!r}: there are sigmoid, softmax and centred.")
+        if self.scale not in ("unit", "raw"):
+            raise DataError(f"unknown scale {self.scale!r}: there are unit and raw.")
+        for name, value in (("batch_size", self.batch_size), ("top_n", self.top_n)):
+            if value is not None and value < 1:
+                raise DataError(f"{name} must be 1 or more, not {value}.")
+        as_target(self.target, self.branch)
+        clamp = self.clamp
+        if clamp is None:  # the softmax baseline keeps its signed weights
+            clamp = self.branch == "sigmoid" and self.scale == "unit"
+        return replace(self, method=method_name(self.method), clamp=clamp)
 
-    def __repr__(self) -> str:
-        shape = " x ".join(map(str, self.maps.shape))
-        how = f"{self.method}, {self.branch} branch, clamp={self.clamp}, {self.scale}"
-        return f"Explanation({shape} maps: {how})"
-
-    def __len__(self) -> int:
-        return len(self.maps)
-
-    def name(self, index: int) -> str:
-        """The name of class `index`, or its number."""
-        return (
-            self.class_names[index]
-            if self.class_names and 0 <= index < len(self.class_names)
-            else f"class {index}"
-        )
-
-    def first_maps(self) -> Tensor:
-        """(B, H, W): the maps, or each image's first where there are several."""
-        return self.maps if self.maps.ndim == 3 else self.maps[:, 0]
-
-    def boxes(self, threshold: float = 0.2, mode: Literal["largest", "all"] = "largest") -> list[Tensor]:
-        """Per image, xyxy boxes (G, 4) in map pixels around what is above `threshold` of the map's peak."""
-        maps = self.first_maps()
-        if self.scale == "raw":
-            maps = unit_range(maps if self.method == "cam" else maps.relu())
-        return boxes_at(maps, threshold, mode)
-
-    def overlay(self, *, boxes: float | None = None) -> list[Image.Image]:
-        """Per image, the picture with its map on it; `boxes` is a threshold at which to draw the box too."""
-        drawn = [
-            overlay(picture, values, signed=self.scale == "raw")
-            for picture, values in zip(self._pictures(), self.first_maps(), strict=True)
-        ]
-        if boxes is None:
-            return drawn
-        return [with_boxes(d, b.tolist()) for d, b in zip(drawn, self.boxes(boxes), strict=True)]
-
-    def save(
-        self, folder: str | Path, names: Sequence[str] | None = None, *, threshold: float | None = None
-    ) -> list[Path]:
-        """Writes overlays (PNG), maps (NPY) and scores (explanation.json); returns the overlays' paths.
-
-        Args:
-            names: of the files, without ending; by default 0000, 0001, ...
-            threshold: draws the box at this threshold on the overlay.
-        """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        names = names or [f"{i:04d}" for i in range(len(self))]
-        written = []
-        for stem, picture, values in zip(names, self.overlay(boxes=threshold), self.maps, strict=True):
-            written.append(folder / f"{stem}.png")
-            picture.save(written[-1])
-            np.save(folder / f"{stem}.npy", values.detach().cpu().float().numpy())
-        about = [row | {"name": stem} for stem, row in zip(names, self.rows(), strict=True)]
-        (folder / "explanation.json").write_text(json.dumps(about, indent=1))
-        return written
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Per image, plain numbers: class, probability, evidence, logit, share of positive evidence."""
-        rows = []
-        for i in range(len(self)):
-            index = self.classes[i].reshape(-1).tolist()
-            rows.append(
-                {
-                    "class": index if self.maps.ndim == 4 else index[0],
-                    "class_name": [self.name(k) for k in index]
-                    if self.maps.ndim == 4
-                    else self.name(index[0]),
-                    "probability": self.probability[i].tolist(),
-                    "evidence": self.evidence[i].tolist() if self.fitted else None,
-                    "logit": self.logits[i].tolist(),
-                    "positive_share": self.positive_share[i].tolist(),
-                    "blank": self.blank[i].tolist(),
-                    "method": self.method,
-                    "branch": self.branch,
-                    "clamp": self.clamp,
-                    "scale": self.scale,
-                }
-            )
-        return rows
-
-    def _pictures(self) -> Sequence[Image.Image]:
-        if self.pictures:
-            return self.pictures
-        assert self.images is not None
-        flat = (
-            self.images.detach().float().flatten(1)
-        )  # shown between their extremes: mean and std are unknown
-        low, high = flat.amin(1)[:, None, None, None], flat.amax(1)[:, None, None, None]
-        shown = (255 * (self.images.detach().float() - low) / (high - low).clamp(min=1e-12)).byte().cpu()
-        shown = shown[:, :3] if shown.shape[1] >= 3 else shown[:, :1].expand(-1, 3, -1, -1)
-        return [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in shown]
-
-    def _repr_html_(self) -> str:
-        cells = []
-        for picture, row in zip(self.overlay(), self.rows(), strict=True):
-            buffer = io.BytesIO()
-            picture.save(buffer, "PNG")
-            source = base64.b64encode(buffer.getvalue()).decode()
-            first = {k: v[0] if isinstance(v, list) else v for k, v in row.items()}
-            said = [escape(first["class_name"]), f"probability {first['probability']:.3f}"]
-            said += [f"evidence {first['evidence']:.3f}"] if self.fitted else []
-            said += ["blank map"] if first["blank"] else []
-            cells.append(
-                f"<figure style='display:inline-block;margin:4px'><img src='data:image/png;base64,{source}'>"
-                f"<figcaption>{'<br>'.join(said)}</figcaption></figure>"
-            )
-        return "".join(cells)
+    @property
+    def target_name(self) -> str:
+        """The target's name, or its function's."""
+        return self.target if isinstance(self.target, str) else getattr(self.target, "__name__", "custom")
 
 
 def explain(
@@ -183,9 +79,15 @@ def explain(
     branch: Branch = "sigmoid",
     clamp: bool | None = None,
     classes: Classes = None,
-    target: Target = class_score,
+    target: Target | TargetName = "class",
     scale: Scale = "unit",
-    size: Literal["image", "features"] | Size | None = None,
+    size: MapSize = None,
+    layers: Sequence[str | torch.nn.Module] | None = None,
+    zoom: float = 1.0,
+    stride: Literal[1] | None = None,
+    aug_smooth: bool = False,
+    batch_size: int | None = None,
+    top_n: int | None = None,
 ) -> Explanation:
     """Evidence maps for one class per image, in [0, 1], at image size (Eq. 4, 6; clamp: Sec. 3.3).
 
@@ -195,113 +97,224 @@ def explain(
         branch: "sigmoid", "softmax", or "centred": the softmax head with the mean over classes taken off.
         clamp: keep positive channel weights only; by default on the sigmoid branch's unit maps.
         classes: an int for all images, one per image, (B, K), "top5", "positive" (evidence above one half)
-            or "all";
-            by default what the softmax head predicts.
+            or "all"; by default what the softmax head predicts.
+        target: the score explained: "class", its logit; "probability"; "finer-cam", its logit against those
+            of the classes most like it; or a function of (B, C) logits and (B,) classes that gives (B,)
+            scores.
         scale: "unit" is each map from 0 to 1; "raw" is signed, in logits: no ReLU, no scaling.
         size: "image" (default), "features" keeps P x Q (default for "all"), or (height, width).
+        layers: maps of these layers (names or modules), fused: their mean, or Layer-CAM's own fusion.
+        zoom: how much larger the image is that the maps are drawn from; class and scores stay as they are.
+        stride: 1 runs a convolutional network's last stage without its stride: maps twice as fine.
+        aug_smooth: the mean over the image and its mirror image, each at 0.9, 1 and 1.1 times its values.
+        batch_size: masked images (Score-CAM) or variants of F (Ablation-CAM) in one pass.
+        top_n: Score-CAM tries this many channels, those that vary most over the image.
     """
     if not isinstance(net, DualBranch):
         raise DataError(
             f"explain takes what attach returns, not {type(net).__name__}: net = sigcam.attach(model)."
         )
-    batch, pictures = _as_batch(net, images)
-    passage = net.run(batch, grad=True)
-    found = explain_passage(
-        net,
-        passage,
-        method,
-        branch=branch,
-        clamp=clamp,
-        classes=classes,
-        target=target,
-        scale=scale,
-        size=size,
-    )
+    how = Drawing(method, branch, clamp, target, scale, batch_size, top_n).checked()
+    if stride not in (None, 1):
+        raise DataError(f"stride is 1 (no stride in the last stage) or None, not {stride!r}.")
+    batch, pictures = as_batch(net, images)
+    places = tuple(net.place(layer) for layer in layers) if layers else (net.split.place,)
+    if len(places) > 1 and scale == "raw":
+        raise DataError("scale='raw' is in logits of one layer: name one in layers=, or use scale='unit'.")
+    altered = zoom != 1 or stride is not None or aug_smooth
+    passages = net.run_at(places, batch, grad=_needs_graph(net, how, places) and not altered)
+    plain = iter([View(net, passages)])
+    views = _views(net, batch, places, how, zoom, stride, aug_smooth) if altered else plain
+    found = _explained(net, passages[0], views, how, classes, size)
     for note in found.notes:
         log.warning(note)
     return replace(found, pictures=pictures, images=batch)
 
 
 def explain_passage(
-    net: DualBranch,
-    passage: Passage,
-    method: str = "grad-cam",
-    *,
-    branch: Branch = "sigmoid",
-    clamp: bool | None = None,
-    classes: Classes = None,
-    target: Target = class_score,
-    scale: Scale = "unit",
-    size: Literal["image", "features"] | Size | None = None,
+    net: DualBranch, passage: Passage, how: Drawing, *, classes: Classes = None, size: MapSize = None
 ) -> Explanation:
     """As `explain`, from what `net.run(images, grad=True)` gave: one pass serves any number of them."""
-    name = method_name(method)
-    if branch not in ("sigmoid", "softmax", "centred"):
-        raise DataError(f"unknown branch {branch!r}: there are sigmoid, softmax and centred.")
-    if scale not in ("unit", "raw"):
-        raise DataError(f"unknown scale {scale!r}: there are unit and raw.")
+    return _explained(net, passage, iter([View(net, [passage])]), how.checked(), classes, size)
+
+
+@dataclass(frozen=True)
+class View:
+    """One pass, seen from each layer, of the network or of a finer copy, over images mirrored or not."""
+
+    net: DualBranch
+    passages: list[Passage]
+    mirrored: bool = False
+
+
+def _needs_graph(net: DualBranch, how: Drawing, places: Sequence[Place]) -> bool:
+    """Whether gradients must come from autograd: a linear head's are its weights."""
+    source = "sigmoid" if how.branch == "sigmoid" else "softmax"
+    return source not in net.linear or tuple(places) != (net.split.place,)
+
+
+def _views(
+    net: DualBranch,
+    images: Tensor,
+    places: Sequence[Place],
+    how: Drawing,
+    zoom: float,
+    stride: Literal[1] | None,
+    aug_smooth: bool,
+) -> Iterator[View]:
+    """The passes that maps are drawn from, one after the other."""
+    net, images = zoomed(net if stride is None else dilated(net), images, zoom)
+    grad = _needs_graph(net, how, places)
+    for mirrored, factor in product((False, True), FACTORS) if aug_smooth else [(False, 1.0)]:
+        view = (images.flip(-1) if mirrored else images) * factor
+        yield View(net, net.run_at(places, view, grad=grad), mirrored)
+
+
+def _explained(
+    net: DualBranch, native: Passage, views: Iterator[View], how: Drawing, classes: Classes, size: MapSize
+) -> Explanation:
+    """The explanation of what `native` predicts, by the mean of the maps of all views."""
     if not (size in (None, "image", "features") or (isinstance(size, tuple | list) and len(size) == 2)):
         raise DataError(f"size is 'image', 'features' or (height, width), not {size!r}.")
-    if name == "cam" and target is not class_score:
-        raise DataError("'cam' reads the class's own weights and knows no other target: use 'grad-cam'.")
-    if clamp is None:
-        clamp = branch == "sigmoid" and scale == "unit"  # the softmax baseline keeps its signed weights
-    if branch == "sigmoid" and not net.fitted:
+    if how.branch == "sigmoid" and not net.fitted:
         _warn_unfitted(net)
     with torch.inference_mode(False), torch.no_grad():
-        chosen, several = _choose_classes(net, passage, classes)  # (B, K)
+        chosen, several = choose_classes(net, native, classes)  # (B, K)
         if size is None:
             size = "features" if isinstance(classes, str) and classes == "all" else "image"
-        out = (
-            passage.image if size == "image" else passage.features.shape[-2:] if size == "features" else size
-        )
-        maps, shares, notes = list[Tensor](), list[Tensor](), list[str]()
-        for column in chosen.T:  # one backbone pass serves all
-            with torch.enable_grad():
-                probe = Probe(net, passage, branch=branch, classes=column.clamp(min=0), target=target)
-                weights = METHODS[name](probe).detach()  # w  (B, N, 1, 1) or (B, N, P, Q)
-            if scale == "raw" and name != "cam":
-                weights = (
-                    weights * probe.features[0, 0].numel()
-                )  # a gradient per cell, as a weight of the mean
-            share = _positive_share(weights, probe.features)
-            kept = weights.clamp(min=0) if clamp else weights  # keep evidence, drop inhibition
-            low = (kept * probe.features).sum(1)  # M  (B, P, Q)
-            maps.append(finish(low, name, (out[0], out[1]), scale))
-            shares.append(share)
-            notes += _why_blank(maps[-1], weights, low, clamp, asked=column >= 0)
-        stacked = torch.stack(maps, 1) * (chosen >= 0)[:, :, None, None]  # (B, K, H, W)
-        scores = Scores.of(net, passage, branch, chosen)
+        seen, low = list[Tensor](), list[Low]()
+        for view in views:
+            low = [_low(view.net, passage, chosen, how) for passage in view.passages]
+            grid = view.passages[-1].features.shape[-2:]
+            out = native.image if size == "image" else grid if size == "features" else size
+            maps = _fused(low, how, (int(out[0]), int(out[1])))
+            seen.append(maps.flip(-1) if view.mirrored else maps)
+        if len(seen) > 1:
+            maps = torch.stack(seen).mean(0)
+            maps = maps if how.scale == "raw" else unit_range(maps)
+        maps = torch.where((chosen >= 0)[:, :, None, None], maps, 0.0)  # (B, K, H, W)
+        blank = ~maps.flatten(2).any(2)
+        scores = Scores.of(net, native, how.branch, chosen)
 
     def shape(values: Tensor) -> Tensor:
         return values if several else values[:, 0]
 
     return Explanation(
-        maps=shape(stacked),
+        maps=shape(maps),
         classes=shape(chosen),
         probability=shape(scores.probability),
         evidence=shape(scores.evidence),
         logits=shape(scores.logits),
-        positive_share=shape(torch.stack(shares, 1)),
-        blank=shape(~stacked.flatten(2).any(2)),
-        notes=tuple(notes),
-        method=name,
-        branch=branch,
-        clamp=clamp,
-        scale=scale,
+        positive_share=shape(low[-1].positive_share),
+        blank=shape(blank),
+        notes=tuple(_why_blank(blank, chosen, low[-1], bool(how.clamp), several)),
+        method=how.method,
+        target=how.target_name,
+        branch=how.branch,
+        clamp=bool(how.clamp),
+        scale=how.scale,
         fitted=net.fitted,
         class_names=net.class_names,
     )
 
 
+# --------------------------------------------------------------------- from one pass to low-resolution maps
+
+
+@dataclass(frozen=True)
+class Low:
+    """Maps of one layer, before they are finished, and what a blank one may be due to."""
+
+    maps: Tensor  # M (B, K, P, Q)
+    positive_share: Tensor  # (B, K)
+    dead: Tensor  # (B, K) all weights are zero
+    denied: Tensor  # (B, K) no weight is positive
+
+
+def _low(net: DualBranch, passage: Passage, chosen: Tensor, how: Drawing) -> Low:
+    """Weights by the method, clamped, times the features (Eq. 4), for as many classes at a time as fit."""
+    method = METHODS[how.method]
+    numbers = passage.features.numel() if not method.light else passage.features[..., 0, 0].numel()
+    parts = []
+    for classes in chosen.clamp(min=0).split(max(1, AT_ONCE // numbers), 1):
+        probe = Probe(
+            net,
+            passage,
+            branch=how.branch,
+            classes=classes,
+            target=as_target(how.target, how.branch),
+            batch_size=how.batch_size,
+            top_n=how.top_n,
+        )
+        weights = method(probe).detach()  # w  (B, K, N, 1, 1) or (B, K, N, P, Q)
+        if method.gives == "maps":
+            ones = torch.ones_like(classes, dtype=weights.dtype)
+            parts.append(Low(weights.expand(-1, classes.shape[1], -1, -1), ones, ones == 0, ones == 0))
+            continue
+        if how.scale == "raw" and method.gives == "gradients":
+            weights = weights * probe.cells  # a gradient per cell, as a weight of the mean
+        if weights.stride(-1) == weights.stride(-2) == 0:
+            weights = weights[..., :1, :1]  # one view for all cells
+        kept = weights.clamp(min=0) if how.clamp else weights  # keep evidence, drop inhibition
+        with full_precision(weights):
+            maps, share = _combined(kept, probe.features), _positive_share(weights, probe.features)
+        flat = weights.flatten(2)
+        dead, denied = ~flat.any(2), ~(flat > 0).any(2)
+        parts.append(Low(*(v.expand(*classes.shape, *v.shape[2:]) for v in (maps, share, dead, denied))))
+    return Low(
+        *(torch.cat(values, 1) for values in zip(*(vars(part).values() for part in parts), strict=True))
+    )
+
+
+def _combined(weights: Tensor, features: Tensor) -> Tensor:
+    """M (B, K, P, Q), the sum over channels of weights times features (Eq. 4): one product where the weights
+    are the same for all cells."""
+    if weights.shape[-2:] != (1, 1):
+        return (weights * features).sum(2)
+    flat = features[:, 0].flatten(2)  # (B, N, P*Q)
+    rows = weights[..., 0, 0]  # (B, K, N), or (1, K, N) for all images
+    maps = (flat.mT @ rows[0].mT).mT if len(rows) == 1 else rows @ flat
+    return maps.reshape(len(flat), -1, *features.shape[-2:])
+
+
+def _positive_share(weights: Tensor, features: Tensor) -> Tensor:
+    """(B, K) sum of positive parts over sum of sizes of all weight x feature products."""
+    if weights.shape[-2:] != (1, 1):
+        products = (weights * features).flatten(2)
+        return products.clamp(min=0).sum(2) / products.abs().sum(2).clamp(min=1e-30)
+    up, size = features.clamp(min=0).sum((-2, -1)), features.abs().sum((-2, -1))  # (B, 1, N)
+    weights = weights[..., 0, 0]
+    positive = (weights.clamp(min=0) @ up.mT + (-weights).clamp(min=0) @ (size - up).mT)[..., 0]
+    return positive / (weights.abs() @ size.mT)[..., 0].clamp(min=1e-30)
+
+
+# ------------------------------------------------------------------------------------- to finished score maps
+
+
+def _fused(layers: list[Low], how: Drawing, size: Size) -> Tensor:
+    """(B, K, H, W) score maps of one layer, or of several in one: the mean of the layers' unit maps; for
+    Layer-CAM the maximum, all but the last layer's scaled by tanh(2 M / max M) first (Jiang et al., 2021)."""
+    if len(layers) == 1:
+        return finish(layers[0].maps, how.method, size, how.scale)
+    if how.method != "layer-cam":
+        units = [unit_range(layer.maps.relu(), eps=1e-7) for layer in layers]
+        return unit_range(torch.stack([resize(maps, size, "bilinear") for maps in units]).mean(0))
+    high = []
+    for layer in layers:
+        maps = layer.maps.relu()
+        maps = maps / maps.amax((-2, -1), keepdim=True).clamp(min=1e-30)
+        high.append(resize(maps if layer is layers[-1] else (2 * maps).tanh(), size, "bilinear"))
+    return unit_range(torch.stack(high).amax(0))
+
+
 def finish(maps: Tensor, method: str, size: Size, scale: Scale) -> Tensor:
-    """Low-resolution maps to score maps (PROTOCOL 4.3): path A for cam, path B for every other method."""
+    """(B, K, P, Q) maps to score maps (PROTOCOL 4.3): path A for cam, path B for every other method."""
     if method == "cam":
         if scale == "raw":
             return resize(maps, size, "bicubic")
-        flat = maps.flatten(1)
-        varied = (flat.amax(1) > flat.amin(1))[:, None, None]  # rounding in the resize would be stretched
-        return unit_range(resize(torch.where(varied, maps, 0.0), size, "bicubic"))
+        varied = maps.amax((-2, -1), keepdim=True) > maps.amin((-2, -1), keepdim=True)
+        maps = torch.where(varied, maps, 0.0)  # rounding in the resize would be stretched
+        return unit_range(resize(maps, size, "bicubic"))
     if scale == "raw":
         return resize(maps, size, "bilinear")
     maps = unit_range(maps.relu(), eps=1e-7)
@@ -309,127 +322,25 @@ def finish(maps: Tensor, method: str, size: Size, scale: Scale) -> Tensor:
     return unit_range(maps)
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Three numbers for each (image, class), all (B, K)."""
-
-    probability: Tensor
-    evidence: Tensor
-    logits: Tensor
-
-    @staticmethod
-    def of(net: DualBranch, passage: Passage, branch: Branch, chosen: Tensor) -> Scores:
-        """The softmax head's probability, the sigmoid branch's evidence, and the branch's logit."""
-        explained, evidence = (full(branch_logits(passage, b).detach()) for b in (branch, "sigmoid"))
-        probability = full(passage.softmax)
-        if net.split.output == "logits":
-            probability = probability.sigmoid() if net.classes == 1 else probability.softmax(1)
-        index = chosen.clamp(min=0)
-        if net.classes == 1:
-            sign = 2 * index - 1
-            probability = torch.where(index == 1, probability, 1 - probability)
-            return Scores(probability, (evidence * sign).sigmoid(), explained * sign)
-        return Scores(
-            probability.gather(1, index), evidence.gather(1, index).sigmoid(), explained.gather(1, index)
-        )
-
-
-def _as_batch(
-    net: DualBranch, images: Tensor | Picture | Sequence[Picture]
-) -> tuple[Tensor, tuple[Image.Image, ...]]:
-    if isinstance(images, Tensor):
-        if images.ndim != 4 or not len(images):
-            raise DataError(f"images must be (B, C, H, W) with B >= 1, not {tuple(images.shape)}.")
-        if images.device != net.device:
-            raise DataError(
-                f"images are on {images.device}, the network on {net.device}: move one with .to(...)."
-            )
-        return images, ()
-    if net.transform is None:
-        raise DataError("pictures need preprocessing: set net.transform, or give a (B, C, H, W) tensor.")
-    from sigcam.data.folder import open_picture
-
-    given = [images] if isinstance(images, Image.Image | str | Path) else list(images)
-    if not given:
-        raise DataError("no pictures were given.")
-    for item in given:
-        if not isinstance(item, Image.Image | str | Path):
-            what = "a (B, C, H, W) tensor, or pictures: PIL images or paths"
-            raise DataError(f"images must be {what}, not {type(item).__name__}.")
-    pictures = tuple(p.convert("RGB") if isinstance(p, Image.Image) else open_picture(Path(p)) for p in given)
-    batch = torch.stack([net.transform(p) for p in pictures])
-    seen = getattr(
-        net.transform, "picture", None
-    )  # what of a picture the network sees; else it is drawn from
-    shown = (
-        tuple(seen(p) for p in pictures) if seen else ()
-    )  # the batch itself, so that maps lie where they belong
-    return batch.to(net.device, next(net.model.parameters()).dtype), shown
-
-
-def _choose_classes(net: DualBranch, passage: Passage, classes: Classes) -> tuple[Tensor, bool]:
-    """(B, K) class indices, and whether the caller asked for several per image."""
-    batch, device = len(passage.softmax), passage.softmax.device
-    count = max(net.classes, 2)  # one logit tells two classes apart
-    if classes is None:
-        if net.classes == 1:
-            level = 0.5 if net.split.output == "probabilities" else 0.0
-            return (passage.softmax > level).long(), False
-        return passage.softmax.argmax(1, keepdim=True), False
-    if isinstance(classes, str):
-        if classes == "all":
-            return torch.arange(count, device=device).expand(batch, count), True
-        if classes == "top5":
-            logits = passage.softmax
-            ranked = torch.cat([-logits, logits], 1) if net.classes == 1 else logits
-            return ranked.topk(min(5, count), dim=1).indices, True
-        if classes == "positive":
-            logits = passage.sigmoid.detach()
-            ranked = torch.cat([-logits, logits], 1) if net.classes == 1 else logits
-            most = max(1, int((ranked > 0).sum(1).max()))
-            top = ranked.topk(most, dim=1)
-            return torch.where(top.values > 0, top.indices, -1), True
-        raise DataError(f"classes={classes!r} is unknown: give indices, 'top5', 'positive' or 'all'.")
-    index = torch.as_tensor(classes, device=device)
-    if index.is_floating_point() or index.dtype == torch.bool:
-        raise DataError(f"classes must be whole numbers, not {index.dtype}.")
-    several = index.ndim == 2
-    if index.ndim == 0:
-        index = index.expand(batch)[:, None]
-    elif index.ndim == 1:
-        index = index[:, None]
-    if index.ndim != 2 or len(index) != batch:
-        raise DataError(
-            f"classes of shape {tuple(torch.as_tensor(classes).shape)} do not fit {batch} image(s): give "
-            "one int, "
-            "one per image, or a (B, K) tensor."
-        )
-    if bool(((index < 0) | (index >= count)).any()):
-        wrong = int(index[(index < 0) | (index >= count)][0])
-        raise DataError(f"class {wrong} does not exist: this classifier has classes 0 to {count - 1}.")
-    return index.long(), several
-
-
-def _positive_share(weights: Tensor, features: Tensor) -> Tensor:
-    """(B,) sum of positive parts over sum of sizes of all weight x feature products."""
-    products = (weights * features).flatten(1)
-    return products.clamp(min=0).sum(1) / products.abs().sum(1).clamp(min=1e-30)
-
-
-def _why_blank(maps: Tensor, weights: Tensor, low: Tensor, clamp: bool, asked: Tensor) -> list[str]:
+def _why_blank(blank: Tensor, classes: Tensor, low: Low, clamp: bool, several: bool) -> list[str]:
+    """A sentence for each blank map, up to a few, and how many more there are."""
+    places = (blank & (classes >= 0)).nonzero().tolist()
     notes = []
-    for i in (~maps.flatten(1).any(1) & asked).nonzero().flatten().tolist():
-        if not bool(torch.isfinite(low[i]).all()):
+    for i, k in places[:MOST_NOTES]:
+        if not bool(torch.isfinite(low.maps[i, k]).all()):
             why = "its values are not finite: check the images and the model's weights"
-        elif not bool(weights[i].count_nonzero()):
+        elif bool(low.dead[i, k]):
             why = "no gradient reaches the layer: name another one in attach(model, layer=...)"
-        elif clamp and not bool((weights[i] > 0).any()):
+        elif clamp and bool(low.denied[i, k]):
             why = "no channel has a positive weight, and clamping keeps positive ones only: see scale='raw'"
-        elif bool((low[i] <= 0).all()):
+        elif bool((low.maps[i, k] <= 0).all()):
             why = "all evidence is negative and the ReLU removes it: see scale='raw', or the sigmoid branch"
         else:
             why = "it is constant"
-        notes.append(f"the map of image {i} is blank: {why}.")
+        which = f"image {i}, class {int(classes[i, k])}," if several else f"image {i}"
+        notes.append(f"the map of {which} is blank: {why}.")
+    if len(places) > MOST_NOTES:
+        notes.append(f"{len(places) - MOST_NOTES} more maps are blank, see `blank`.")
     return notes
 
 

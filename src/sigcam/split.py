@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from sigcam.errors import AttachError
+from sigcam.fold import Fold, Layout, Place
 from sigcam.trace import Output, Size, Trace, listed, logits_of, probe, run_traced
-
-Layout = Literal["NCHW", "NHWC", "NLC", "LNC"]  # here N is the batch, C the channels, L the tokens
 
 MAX_PREFIX_TOKENS = 32  # class, distillation and register tokens in front of a grid
 _ACTIVATIONS = (
@@ -27,35 +26,6 @@ _ACTIVATIONS = (
 )
 ACTIVATIONS = frozenset(name + suffix for name in _ACTIVATIONS.split() for suffix in ("", "_"))
 OUTPUT_ACTIVATIONS = ACTIVATIONS | {"softmax", "log_softmax", "softmin"}
-
-
-@dataclass(frozen=True)
-class Fold:
-    """How a layer's output folds to (B, N, P, Q): its layout, tokens before the grid, and the grid probed."""
-
-    layout: Layout
-    grid: Size
-    image: Size
-    prefix: int = 0
-
-    def __call__(self, output: Tensor, image: Size) -> Tensor:
-        """The output as (B, N, P, Q), for an input of `image` (height, width) pixels."""
-        if self.layout == "NCHW":
-            return output
-        if self.layout == "NHWC":
-            return output.permute(0, 3, 1, 2)
-        tokens = (output if self.layout == "NLC" else output.transpose(0, 1))[:, self.prefix :]  # (B, P*Q, N)
-        rows, columns = self.grid_at(tokens.shape[1], image)
-        return tokens.transpose(1, 2).reshape(len(tokens), -1, rows, columns)
-
-    def grid_at(self, tokens: int, image: Size) -> Size:
-        """(P, Q) of a sequence of `tokens` grid tokens: the probed grid, scaled as the image was."""
-        if tokens == self.grid[0] * self.grid[1] and image == self.image:
-            return self.grid
-        wanted = self.grid[0] * image[0] / self.image[0]
-        divisors = (rows for rows in range(1, tokens + 1) if tokens % rows == 0)
-        rows = min(divisors, key=lambda rows: abs(rows - wanted))
-        return rows, tokens // rows
 
 
 @dataclass(frozen=True)
@@ -84,6 +54,11 @@ class Split:
     classes: int
     output: Literal["logits", "probabilities"]
     spatial: tuple[tuple[str, int, int, int], ...]
+
+    @property
+    def place(self) -> Place:
+        """Where F leaves the network."""
+        return Place(self.layer, self.call, self.activation, self.fold)
 
 
 def find_split(
