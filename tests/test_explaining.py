@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from tiny import Gap, InPlace, Probabilities, TwoHeads, Vgg, attached, images
 from torch import Tensor, nn
 
 from sigcam.dual import DualBranch, attach
-from sigcam.errors import DataError
+from sigcam.errors import AttachError, DataError
 from sigcam.explaining import Explanation, explain, finish
 from sigcam.methods import METHODS
 from sigcam.models import Preprocess
@@ -655,3 +656,140 @@ def test_an_unfitted_branch_reports_no_evidence_in_rows_and_pages() -> None:
 
 def test_the_repr_is_one_line() -> None:
     assert "\n" not in repr(explain(attached(Gap()), images(), branch="softmax"))
+
+
+# ------------------------------------------------------------------------------- finer, smoother, many layers
+
+
+class AnySize(nn.Module):
+    """Two stages, the last one strided; global average and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1), nn.ReLU())
+        self.last = nn.Sequential(nn.Conv2d(6, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 1, 1), nn.ReLU())
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.fc(self.last(self.stem(x)).mean((2, 3)))
+        return logits
+
+
+@pytest.mark.parametrize("method", CNN_METHODS)
+@pytest.mark.parametrize(
+    "finer", [{"zoom": 2.0}, {"stride": 1}, {"zoom": 1.5, "stride": 1}, {"aug_smooth": True}]
+)
+def test_what_the_map_is_drawn_from_changes_the_map_and_no_score(method: str, finer: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    net, x = attached(AnySize()), images(2)
+    plain, fine = (explain(net, x, method, classes=2, **options) for options in ({}, finer))
+    assert fine.maps.shape == plain.maps.shape == (2, 16, 16) and not plain.blank.any()
+    assert not torch.allclose(fine.maps, plain.maps, atol=1e-3)
+    for name in ("classes", "probability", "evidence", "logits"):
+        assert torch.equal(getattr(fine, name), getattr(plain, name))
+    assert float(fine.maps.amax()) == 1 and float(fine.maps.amin()) == 0
+
+
+def test_a_zoomed_map_is_that_of_the_enlarged_image_for_the_native_class() -> None:
+    net, x = attached(AnySize()), images(2)
+    fine = explain(net, x, zoom=2, size="features")
+    larger = nn.functional.interpolate(x, (32, 32), mode="bicubic", align_corners=False)
+    expected = explain(net, larger, classes=net(x).softmax.argmax(1), size="features")
+    assert fine.maps.shape == (2, 8, 8)
+    assert torch.allclose(fine.maps, expected.maps, atol=1e-6)
+
+
+def test_a_smoothed_map_is_the_mean_over_mirror_images_and_brightnesses() -> None:
+    net, x = attached(Vgg()), images(2)
+    classes = net(x).softmax.argmax(1)
+    total = torch.zeros(2, 16, 16)
+    for factor in (0.9, 1.0, 1.1):
+        total += explain(net, factor * x, classes=classes, scale="raw").maps
+        total += explain(net, factor * x.flip(-1), classes=classes, scale="raw").maps.flip(-1)
+    smooth = explain(net, x, aug_smooth=True, scale="raw").maps
+    assert torch.allclose(smooth, total / 6, atol=1e-5)
+
+
+def test_maps_of_several_layers_come_from_one_pass_of_the_backbone() -> None:
+    net, passes = attached(AnySize()), list[int]()
+    with torch.no_grad():
+        explain(net, images(2), "layer-cam", layers=["stem", "last"])  # how gradients are had is tried once
+    handle = net.model.stem.register_forward_hook(lambda *_: passes.append(1))  # type: ignore[union-attr,operator]
+    explain(net, images(2), "layer-cam", layers=["stem", net.model.last])  # type: ignore[list-item]
+    handle.remove()
+    assert len(passes) == 1
+
+
+def test_several_layers_have_no_common_unit() -> None:
+    with pytest.raises(DataError, match="in logits of one layer"):
+        explain(attached(AnySize()), images(), layers=["stem", "last"], scale="raw")
+
+
+def test_a_layer_without_gradient_or_grid_is_refused_and_valid_ones_named() -> None:
+    net = attached(Vgg())
+    with pytest.raises(AttachError, match=r"does not fold to a map\. Layers that do: 'features"):
+        explain(net, images(), layers=["classifier.0"])
+    with pytest.raises(AttachError, match="is no module of Vgg"):
+        explain(net, images(), layers=[nn.ReLU()])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"zoom": 0.5}, "zoom must be a number of at least 1, not 0.5"),
+        ({"zoom": float("nan")}, "zoom must be"),
+        ({"stride": 2}, "stride is 1"),
+        ({"batch_size": 0}, "batch_size must be 1 or more"),
+        ({"top_n": -1}, "top_n must be 1 or more"),
+        ({"target": "logit"}, "unknown target 'logit': there are class, probability, finer-cam"),
+        ({"target": lambda logits, classes: logits}, r"it must give one score per image, \(B,\)"),
+        ({"target": lambda logits, classes: logits.detach()[:, 0]}, "does not depend on the logits"),
+        ({"method": "finer-cam"}, "'finer-cam' is a target"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_in_one_line(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence) as caught:
+        explain(attached(AnySize()), images(), **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_vit_made_for_one_size_is_zoomed_with_every_method_and_layer() -> None:
+    timm = pytest.importorskip("timm")
+    options = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
+    net = attach(timm.models.VisionTransformer(**options), example=images(1, size=32))
+    for method in ("grad-cam", "ablation-cam", "attention-rollout"):
+        ex = explain(net, images(2, size=32), method, branch="centred", zoom=2, size="features")
+        assert ex.maps.shape == (2, 8, 8)
+    fused = explain(net, images(2, size=32), branch="centred", zoom=2, layers=["blocks.0", "blocks.1.norm1"])
+    assert fused.maps.shape == (2, 32, 32) and torch.isfinite(fused.maps).all()
+
+
+@pytest.mark.parametrize("method", CNN_METHODS)
+def test_weights_that_are_not_numbers_give_a_blank_map_that_says_so(method: str) -> None:
+    net = attached(Vgg() if method != "cam" else Gap())
+    with torch.no_grad():
+        for parameter in net.sigmoid.parameters():
+            parameter.fill_(float("nan"))
+    if method == "eigen-cam":
+        return  # asks the features alone
+    ex = explain(net, images(2), method)
+    assert ex.blank.all() and not ex.maps.any() and "not finite" in ex.notes[0]
+
+
+def test_more_blank_maps_than_can_be_read_are_counted() -> None:
+    net = gap_net(classes=9)
+    with torch.no_grad():
+        layer(net, "softmax").weight.sub_(100.0)
+    notes = explain(net, exact(2), branch="softmax", classes="all").notes
+    assert len(notes) == 6 and notes[-1] == "13 more maps are blank, see `blank`."
+    assert notes[0].startswith("the map of image 0, class 0, is blank")
+
+
+def test_all_classes_of_a_linear_head_are_each_classs_own_map_without_autograd(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = attached(Gap(classes=11))
+    one_by_one = [explain(net, images(2), classes=k, scale="raw", size="features").maps for k in range(11)]
+    monkeypatch.setattr(torch.autograd, "grad", None)
+    together = explain(net, images(2), classes="all", scale="raw").maps
+    assert torch.allclose(together, torch.stack(one_by_one, 1), atol=1e-6)

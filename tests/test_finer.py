@@ -14,9 +14,10 @@ from nets import FlatMlp, FunctionalRelu, PlainVit, Residual, SharedLayer, Softm
 from tiny import Gap, Vgg, untouched
 from torch import Tensor, nn
 
+from sigcam.dilating import dilated
 from sigcam.dual import DualBranch, attach
 from sigcam.errors import DataError
-from sigcam.finer import dilated, twin, zoomed
+from sigcam.zooming import twin, zoomed
 
 
 def noise(*shape: int, seed: int = 3) -> Tensor:
@@ -598,12 +599,12 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
 
 
 def test_what_is_remembered_of_a_network_goes_with_it() -> None:
-    from sigcam import finer
+    from sigcam import dilating, zooming
 
-    before = len(finer._PLANS), len(finer._TAKEN)
+    before = len(dilating._PLANS), len(zooming._TAKEN)
     net = around(FunctionalRelu(), 32, 32)
     zoomed(net, noise(1, 3, 32, 32), 2)
     dilated(net)
     del net
     gc.collect()
-    assert (len(finer._PLANS), len(finer._TAKEN)) <= before
+    assert (len(dilating._PLANS), len(zooming._TAKEN)) <= before

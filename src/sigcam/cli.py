@@ -209,7 +209,7 @@ def fit(
     write_manifest(
         output,
         model=classifier.name,
-        model_fingerprint=fingerprint(net.model),
+        model_fingerprint=fingerprint(net.origin),
         data=data,
         data_fingerprint=data_fingerprint(samples),
         seed=seed,
@@ -330,7 +330,7 @@ def explain(
     write_manifest(
         output,
         model=classifier.name,
-        model_fingerprint=fingerprint(net.model),
+        model_fingerprint=fingerprint(net.origin),
         branch=branch,
         data_fingerprint=data_fingerprint(samples),
         method=method,

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from sigcam.asking import Classes, Picture, Scores, as_batch, choose_classes
+from sigcam.dilating import dilated
 from sigcam.dual import DualBranch, Passage
 from sigcam.errors import DataError
 from sigcam.explanation import Explanation, Scale
-from sigcam.finer import dilated, zoomed
 from sigcam.fold import Place
 from sigcam.methods import METHODS, method_name
 from sigcam.probe import (
@@ -30,6 +30,7 @@ from sigcam.probe import (
     unit_range,
 )
 from sigcam.trace import Size
+from sigcam.zooming import zoomed
 
 log = logging.getLogger("sigcam")
 MapSize = Literal["image", "features"] | Size | None
@@ -147,24 +148,26 @@ class View:
     mirrored: bool = False
 
 
-def _needs_graph(net: DualBranch, how: Drawing, places: Sequence[Place]) -> bool:
+def _needs_graph(net: DualBranch, how: Drawing, places: tuple[Place, ...]) -> bool:
     """Whether gradients must come from autograd: a linear head's are its weights."""
     source = "sigmoid" if how.branch == "sigmoid" else "softmax"
-    return source not in net.linear or tuple(places) != (net.split.place,)
+    return source not in net.linear or places != (net.split.place,)
 
 
 def _views(
     net: DualBranch,
     images: Tensor,
-    places: Sequence[Place],
+    places: tuple[Place, ...],
     how: Drawing,
     zoom: float,
     stride: Literal[1] | None,
     aug_smooth: bool,
 ) -> Iterator[View]:
     """The passes that maps are drawn from, one after the other."""
-    net, images = zoomed(net if stride is None else dilated(net), images, zoom)
     grad = _needs_graph(net, how, places)
+    if grad:
+        net.recording_at(places)  # at the native size, which a copy for larger images would not take
+    net, images = zoomed(net if stride is None else dilated(net), images, zoom)
     for mirrored, factor in product((False, True), FACTORS) if aug_smooth else [(False, 1.0)]:
         view = (images.flip(-1) if mirrored else images) * factor
         yield View(net, net.run_at(places, view, grad=grad), mirrored)

@@ -157,7 +157,8 @@ def first_component(matrix: Tensor, towards: Tensor) -> Tensor:
     """The first left singular vector (..., N) of each (..., N, L) matrix, its sign such that what the columns
     project to agrees with `towards` (..., L); by the Gram matrix of the shorter side, in float64, since that
     squares the condition."""
-    exact = matrix.double()
+    usable = torch.isfinite(matrix).all(-1).all(-1)[..., None]  # the solver would raise for the whole batch
+    exact = torch.where(usable[..., None], matrix, 0.0).double()
     if exact.shape[-2] <= exact.shape[-1]:
         found = torch.linalg.eigh(exact @ exact.mT).eigenvectors[..., -1]  # (..., N)
     else:
@@ -165,7 +166,7 @@ def first_component(matrix: Tensor, towards: Tensor) -> Tensor:
         found = found / found.norm(dim=-1, keepdim=True).clamp(min=1e-300)
     projected = (found[..., None, :] @ exact)[..., 0, :]  # (..., L)
     upright = (projected * towards).sum(-1, keepdim=True) >= 0
-    return torch.where(upright, found, -found).to(matrix.dtype)
+    return torch.where(usable, torch.where(upright, found, -found), float("nan")).to(matrix.dtype)
 
 
 @method("eigen-cam", light=True)
