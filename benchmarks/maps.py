@@ -16,6 +16,7 @@ import ctypes
 import gc
 import io
 import json
+import logging
 import platform
 import random
 import statistics
@@ -46,7 +47,7 @@ from sigcam.dual import DualBranch
 Call = Callable[[], object]
 Row = dict[str, Any]
 
-REPEATS, HEADLINE_REPEATS = 3, 11  # of every method; of Grad-CAM at batch 8, which has budgets
+REPEATS, HEADLINE_REPEATS = 2, 7  # of every method; of Grad-CAM at batch 8, which has budgets
 SOME_CHANNELS = 64
 OURS = ("grad-cam", "grad-cam++", "xgrad-cam", "layer-cam", "hires-cam", "eigen-cam", "eigengrad-cam")
 GRAD_CAM = "grad-cam"
@@ -290,6 +291,7 @@ def show(rows: list[Row], verdicts: list[Row], console: Console) -> None:
 def main(names: list[str]) -> None:
     """Measures the models named, or all; prints tables and writes results/maps.json if it was all."""
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)  # untrained networks have blank maps
     console, rows, began = Console(width=120), list[Row](), time.monotonic()
     for name in names or MODELS:
         bench = Bench(name)

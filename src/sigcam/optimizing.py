@@ -28,7 +28,9 @@ def optimized(model: nn.Module, example: Tensor, *, keep: Collection[str] = ()) 
     """
     try:
         with lock_of(model):
-            best = deepcopy(model)
+            kept = [t for module in model.modules() for t in tensors_in(list(vars(module).values()))]
+            made = {id(t): t.detach().clone() for t in kept if not t.is_leaf}  # by pruning, weight norm
+            best = deepcopy(model, made)
     except Exception as error:  # any user network, any failure
         raise AttachError(
             f"this {type(model).__name__} cannot be copied ({type(error).__name__}: "
@@ -42,7 +44,7 @@ def optimized(model: nn.Module, example: Tensor, *, keep: Collection[str] = ()) 
             try:
                 candidate = deepcopy(best)
                 step(candidate, example, keep)
-                taken = _agree(_logits(candidate, example), wanted)
+                taken = agree(_logits(candidate, example), wanted)
             except Exception as error:  # `view` on channels-last maps, an attribute of a folded BatchNorm
                 log.debug("%s: %s", step.__name__, error)
                 taken = False
@@ -50,11 +52,18 @@ def optimized(model: nn.Module, example: Tensor, *, keep: Collection[str] = ()) 
     return best
 
 
+def images_at_once() -> int:
+    """How many images a CPU had best take to F together: one per thread, so that their maps stay in the cache
+    and in memory that is already mapped; two at least, to use each weight twice."""
+    return max(2, torch.get_num_threads())
+
+
 def _logits(model: nn.Module, example: Tensor) -> Tensor:
     return logits_of(model(example.clone()), len(example))  # a model may change its input in place
 
 
-def _agree(logits: Tensor, wanted: Tensor) -> bool:
+def agree(logits: Tensor, wanted: Tensor) -> bool:
+    """Whether both are equal within 1e-4 of the largest one; never, if one is not finite."""
     scale = wanted.double().abs().max().clamp(min=1e-12)
     return bool((logits.double() - wanted.double()).abs().max() <= TOLERANCE * scale)
 
