@@ -15,6 +15,7 @@ check: test
 
 bench: .venv/dev.done
 	@$(BIN)/python benchmarks/maps.py
+	@$(BIN)/python benchmarks/metrics.py
 
 .venv/demo.done: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv

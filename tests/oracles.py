@@ -87,3 +87,26 @@ def largest_box(values: Array, tau: float) -> tuple[int, int, int, int]:
     x, y, w, h = cv2.boundingRect(max(contours, key=cv2.contourArea))
     height, width = values.shape
     return x, y, min(x + w, width - 1), min(y + h, height - 1)
+
+
+def contour_boxes(levels: Array, cut: int, mode: str) -> Array:
+    """Section 5.1 for one map of levels (H, W) uint8: boxes of what is above `cut`, with OpenCV, (G, 4)."""
+    _, mask = cv2.threshold(levels, cut, 255, cv2.THRESH_BINARY)
+    contours, _ = cv2.findContours(mask, cv2.RETR_TREE, cv2.CHAIN_APPROX_SIMPLE)
+    if not contours:
+        return np.zeros((1, 4), np.int64)
+    rects = [
+        cv2.boundingRect(c) for c in ([max(contours, key=cv2.contourArea)] if mode == "largest" else contours)
+    ]
+    height, width = levels.shape
+    return np.array([(x, y, min(x + w, width - 1), min(y + h, height - 1)) for x, y, w, h in rects])
+
+
+def iou_matrix(drawn: Array, truth: Array) -> Array:
+    """Section 5.2 for all pairs of boxes, (D, G)."""
+    a, b = drawn[:, None], truth[None]
+    sides = np.minimum(a[..., 2:], b[..., 2:]) - np.maximum(a[..., :2], b[..., :2]) + 1
+    both = np.maximum(sides, 0).prod(-1)
+    areas = ((a[..., 2:] - a[..., :2] + 1).prod(-1), (b[..., 2:] - b[..., :2] + 1).prod(-1))
+    ious: Array = both / (areas[0] + areas[1] - both)
+    return ious

@@ -386,6 +386,13 @@ def test_classes_match_by_order_when_the_counts_agree() -> None:
     assert match_classes(samples(4, ("no", "yes")), 1, None).classes == ("no", "yes")
 
 
+def test_classes_that_differ_in_spelling_alone_match() -> None:
+    data = samples(8, ("Tiger_Shark", "crane_n02012849", "hen", "crane_n03126707"))
+    assert match_classes(data, 4, ("tiger shark", "crane bird", "hen", "crane")) is data
+    with pytest.raises(DataError, match="1 of 4 class names"):
+        match_classes(samples(8, ("a", "b", "c", "elk")), 4, ("a", "b", "c", "dog"))
+
+
 def test_classes_that_do_not_match_are_refused_with_both_counts() -> None:
     with pytest.raises(
         DataError, match=r"the data has 3 classes \(x, y, z, \.\.\.\), the classifier 4"

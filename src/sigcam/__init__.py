@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from sigcam import bootstrap as bootstrap
+    from sigcam import metrics as metrics
     from sigcam.compat import CAM as CAM
     from sigcam.compat import AblationCAM as AblationCAM
     from sigcam.compat import EigenCAM as EigenCAM
@@ -32,12 +34,15 @@ if TYPE_CHECKING:
     from sigcam.errors import DataError as DataError
     from sigcam.errors import ModelError as ModelError
     from sigcam.errors import SigcamError as SigcamError
+    from sigcam.evaluating import evaluate as evaluate
+    from sigcam.evaluating import evaluate_maps as evaluate_maps
     from sigcam.explaining import explain as explain
     from sigcam.explanation import Explanation as Explanation
     from sigcam.fitting import FitResult as FitResult
     from sigcam.fitting import balanced_bce as balanced_bce
     from sigcam.fitting import fit as fit
     from sigcam.models import load_classifier as load_classifier
+    from sigcam.result import Result as Result
 
 _ROOMS = {
     "compat": (
@@ -57,17 +62,22 @@ _ROOMS = {
     "data": ("Sample", "Samples", "open_dataset"),
     "dual": ("Branches", "DualBranch", "attach", "load"),
     "errors": ("AttachError", "CheckpointError", "DataError", "ModelError", "SigcamError"),
+    "evaluating": ("evaluate", "evaluate_maps"),
     "explaining": ("explain",),
     "explanation": ("Explanation",),
     "fitting": ("FitResult", "balanced_bce", "fit"),
     "models": ("load_classifier",),
+    "result": ("Result",),
 }
+_OPEN = ("bootstrap", "metrics")  # rooms that are public as they are
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
-__all__ = [*sorted(_HOME), "__version__"]
+__all__ = [*sorted([*_HOME, *_OPEN]), "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     """Public names come from their rooms on first use, so that `import sigcam` imports no torch."""
+    if name in _OPEN:
+        return importlib.import_module(f"sigcam.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'sigcam' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"sigcam.{_HOME[name]}"), name)

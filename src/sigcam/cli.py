@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
 from sigcam.config import FitConfig
-from sigcam.console import progress_bar, show_report, show_skips, show_table
-
-if TYPE_CHECKING:
-    pass
+from sigcam.console import progress_bar, show_maps, show_report, show_skips, show_table
 
 app = typer.Typer(
     help="Evidence maps for any image classifier, from a sigmoid branch that leaves predictions untouched.",
@@ -345,24 +342,50 @@ def explain(
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    shown = [
-        (
-            row["image"],
-            row["class_name"],
-            f"{row['probability']:.3f}",
-            f"{row['evidence']:.3f}" if fitted else "-",
-        )
-        for row in rows[:20]
-    ]
-    show_table("maps", shown, header=("image", "class", "probability", "evidence"))
-    for row in rows:
-        if row["blank"]:
-            typer.echo(
-                f"blank map: {row['image']} (share of positive evidence {row['positive_share']:.0%})",
-                err=True,
-            )
+    show_maps(rows, fitted)
     show_skips(skipped)
     typer.echo(f"{len(rows)} overlay(s), maps and explanation.json are in {output}")
+
+
+@app.command()
+def evaluate(
+    data: Annotated[
+        str, typer.Option("--data", help="Annotated images: a WSOL metadata folder, or `shapes`.")
+    ],
+    maps: Annotated[
+        Path | None, typer.Option("--maps", help="Score this folder of .npy or .png maps, named by image id.")
+    ] = None,
+    split: Annotated[str, typer.Option("--split", help="Of the data.")] = "test",
+    format: Format = None,
+    model: Model = "embedded",
+    weights: Weights = None,
+    branch: Annotated[str, typer.Option("--branch", help="A fitted branch file.")] = "",
+    branches: Annotated[
+        str | None, typer.Option("--branches", help="Of softmax,sigmoid,centred; default: two of them.")
+    ] = None,
+    method: Annotated[str, typer.Option("--method", help="cam,grad-cam, ...")] = "grad-cam",
+    metrics: Annotated[str | None, typer.Option("--metrics", help="max_box_acc_v2,pxap, ...")] = None,
+    val_split: Annotated[
+        str | None, typer.Option("--val-split", help="Choose thresholds on this split, too.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="The first N images only.")] = None,
+    intervals: Annotated[bool, typer.Option("--intervals", help="95 % bootstrap intervals.")] = False,
+    output: Output = Path("evaluation"),
+    batch_size: BatchSize = 16,
+    workers: Workers = 0,
+    device: Device = "cpu",
+    head: HeadName = None,
+    layer: LayerName = None,
+    as_json: Json = False,
+) -> None:
+    """Measure maps on annotated images: those in a folder, or those that a network draws."""
+    from sigcam.measuring import Options, measure, report
+
+    wanted = (data, format, split, val_split, limit, maps, model, weights, branch, branches, method, metrics)
+    options = Options(*wanted, intervals, head, layer, output, batch_size, workers, device)
+    with progress_bar() as progress:
+        result = measure(options, progress)
+    report(result, options, as_json)
 
 
 @app.command()

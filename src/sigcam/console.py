@@ -41,6 +41,19 @@ def show_table(title: str, rows: Sequence[Sequence[object]], header: tuple[str, 
     Console(width=None if sys.stdout.isatty() else 110).print(table)
 
 
+def show_maps(rows: Sequence[dict[str, Any]], fitted: bool) -> None:
+    """The first maps' classes and scores, and the names of blank maps."""
+    shown = [
+        (r["image"], r["class_name"], f"{r['probability']:.3f}", f"{r['evidence']:.3f}" if fitted else "-")
+        for r in rows[:20]
+    ]
+    show_table("maps", shown, header=("image", "class", "probability", "evidence"))
+    for row in rows:
+        if row["blank"]:
+            share = f"share of positive evidence {row['positive_share']:.0%}"
+            typer.echo(f"blank map: {row['image']} ({share})", err=True)
+
+
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A bar with an ETA on a terminal, plain lines elsewhere; both on stderr."""

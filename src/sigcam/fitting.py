@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -151,14 +152,16 @@ def fit(
 
 def match_classes(samples: Samples, classes: int, names: Sequence[str] | None) -> Samples:
     """The samples with labels of the classifier: by name when both have names, by order when the counts
-    agree."""
+    agree, or when names differ in spelling alone."""
     if names and set(samples.classes) <= set(names):
         place = {name: i for i, name in enumerate(names)}
         moved = tuple(
-            sample if sample.label is None else _relabelled(sample, place[samples.classes[sample.label]])
+            sample if sample.label is None else replace(sample, label=place[samples.classes[sample.label]])
             for sample in samples
         )
         return Samples(moved, tuple(names))
+    if names and len(names) == len(samples.classes) and all(map(_alike, samples.classes, names)):
+        return samples
     strangers = [name for name in samples.classes if names and name not in names]
     if names and 0 < len(strangers) < len(
         samples.classes
@@ -178,8 +181,11 @@ def match_classes(samples: Samples, classes: int, names: Sequence[str] | None) -
     )
 
 
-def _relabelled(sample: Sample, label: int) -> Sample:
-    return Sample(sample.id, sample.open, label, sample.boxes, sample.open_mask)
+def _alike(ours: str, theirs: str) -> bool:
+    """Whether two class names differ in spelling alone: case, underscores, the WordNet id of a homonym."""
+    ours, theirs = (name.replace("_", " ").casefold() for name in (ours, theirs))
+    bare = re.sub(r" n\d{8}$", "", ours)
+    return ours == theirs or (bare != ours and theirs.startswith(bare))
 
 
 def _batches(

@@ -15,7 +15,7 @@ from sigcam.data import Samples
 from sigcam.errors import DataError
 from sigcam.weights import write_whole
 
-PACKAGES = ("sigcam", "torch", "torchvision", "timm", "numpy", "pillow")
+PACKAGES = ("sigcam", "torch", "torchvision", "timm", "torchmetrics", "numpy", "numba", "pillow")
 
 
 def try_folder(path: Path) -> None:
@@ -44,18 +44,23 @@ def data_fingerprint(samples: Samples) -> str:
     return digest.hexdigest()
 
 
-def write_manifest(folder: Path, **facts: Any) -> Path:
-    """Writes manifest.json with the command, versions, time, and the given facts."""
-    versions = {"python": platform.python_version()}
+def versions() -> dict[str, str]:
+    """Python and the packages that numbers depend on."""
+    found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            versions[package] = version(package)
+            found[package] = version(package)
         except PackageNotFoundError:
             continue
+    return found
+
+
+def write_manifest(folder: Path, **facts: Any) -> Path:
+    """Writes manifest.json with the command, versions, time, and the given facts."""
     about = {
         "command": ["sigcam", *sys.argv[1:]],
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions,
+        "versions": versions(),
         **facts,
     }
     return write_text(folder / "manifest.json", json.dumps(about, indent=1, default=str) + "\n")

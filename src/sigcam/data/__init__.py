@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 Box = tuple[int, int, int, int]
+Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,9 @@ class Sample:
         id: unique name, with `/`, used in messages and output files.
         open: decodes the picture: RGB, upright. Raises DataError naming the file when it cannot.
         label: class index, 0-based.
-        boxes: xyxy in pixels of the picture as opened; x1, y1 are the last pixel inside.
+        boxes: xyxy in pixels of the original image; x1, y1 are the last pixel inside.
         open_mask: decodes the mask, (H, W) uint8: 1 object, 0 background, 255 ignored.
+        size: width and height of the original image, where the file may be a smaller copy; None: as opened.
     """
 
     id: str
@@ -34,6 +36,7 @@ class Sample:
     label: int | None = None
     boxes: tuple[Box, ...] | None = None
     open_mask: Callable[[], NDArray[np.uint8]] | None = None
+    size: Size | None = None
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,13 @@ def open_dataset(path: str | Path, *, format: str | None = None, split: str = "t
 
 
 def guess_format(path: str | Path) -> str:
-    """The reader that fits: the words `shapes` and `shapes:COUNT`, not paths, name the synthetic set."""
-    return "shapes" if isinstance(path, str) and path.partition(":")[0] == "shapes" else "folder"
+    """The reader that fits: the words `shapes` and `shapes:COUNT`, not paths, name the synthetic set; folders
+    with lists of image ids are in the layout of the WSOL evaluator."""
+    from sigcam.data.wsol import holds_metadata
+
+    if isinstance(path, str) and path.partition(":")[0] == "shapes":
+        return "shapes"
+    return "wsol" if holds_metadata(path) else "folder"
 
 
 def read_shapes(path: str | Path, *, split: str = "train") -> Samples:
@@ -87,7 +95,15 @@ def read_folder(path: str | Path, *, split: str = "train") -> Samples:
     return folder(path, split=split)
 
 
+def read_wsol(path: str | Path, *, split: str = "train") -> Samples:
+    """Pictures with boxes or masks, listed in the layout of the WSOL evaluator."""
+    from sigcam.data.wsol import wsol
+
+    return wsol(path, split=split)
+
+
 READERS: dict[str, Callable[..., Samples]] = {
     "shapes": read_shapes,
     "folder": read_folder,
+    "wsol": read_wsol,
 }  # (path, split=) -> Samples

@@ -61,8 +61,12 @@ def pictures(paths: Sequence[str | Path]) -> Samples:
     return Samples(tuple(Sample(f.relative_to(top).as_posix(), partial(open_picture, f)) for f in files), ())
 
 
-def open_picture(path: str | Path) -> Image.Image:
-    """The picture as RGB: upright by its EXIF tag, alpha laid on white, deep grey in 8 bits, first frame."""
+def open_picture(path: str | Path, *, upright: bool = True) -> Image.Image:
+    """The picture as RGB: upright by its EXIF tag, alpha laid on white, deep grey in 8 bits, first frame.
+
+    Args:
+        upright: False leaves the pixels as they are stored, for boxes that are in stored pixels.
+    """
     from PIL import Image, UnidentifiedImageError
 
     path = Path(path)
@@ -76,7 +80,7 @@ def open_picture(path: str | Path) -> Image.Image:
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as image:
                 image.load()
-                return _rgb(_upright(image))
+                return _rgb(_upright(image) if upright else image)
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         limit = Image.MAX_IMAGE_PIXELS
         raise DataError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from sigcam.data import Sample, Samples
+from sigcam.data import Sample, Samples, Size
 from sigcam.errors import DataError
 
 if TYPE_CHECKING:
@@ -26,12 +26,14 @@ class Batch:
         labels: (B,) int64; None when a sample of the batch has no label.
         indices: where each image is in the samples.
         skipped: (id, reason) of each sample that could not be read.
+        sizes: width and height of each picture as opened.
     """
 
     images: Tensor
     labels: Tensor | None
     indices: list[int]
     skipped: list[tuple[str, str]]
+    sizes: list[Size]
 
 
 def collect(
@@ -53,7 +55,7 @@ def collect(
     yield from loader
 
 
-_Reading = tuple[int, Sample, Tensor | str]  # index, sample, its tensor or why there is none
+_Reading = tuple[int, Sample, Tensor | str, Size]  # index, sample, its tensor or why there is none, its size
 
 
 class _Readings(Dataset[_Reading]):
@@ -69,18 +71,18 @@ class _Readings(Dataset[_Reading]):
         try:
             picture = sample.open()
         except (DataError, OSError) as error:
-            return index, sample, str(error)
-        return index, sample, self.transform(picture)
+            return index, sample, str(error), (0, 0)
+        return index, sample, self.transform(picture), picture.size
 
 
 def _join(readings: list[_Reading]) -> Batch:
-    images = [image for _, _, image in readings if isinstance(image, Tensor)]
-    read = [(index, sample) for index, sample, image in readings if isinstance(image, Tensor)]
-    labels = [sample.label for _, sample in read if sample.label is not None]
-    unlabelled = any(sample.label is None for _, sample, _ in readings)
+    read = [(i, s, image, size) for i, s, image, size in readings if isinstance(image, Tensor)]
+    labels = [sample.label for _, sample, _, _ in read if sample.label is not None]
+    unlabelled = any(sample.label is None for _, sample, _, _ in readings)
     return Batch(
-        images=torch.stack(images) if images else torch.empty(0, 3, 0, 0),
+        images=torch.stack([image for _, _, image, _ in read]) if read else torch.empty(0, 3, 0, 0),
         labels=None if unlabelled else torch.tensor(labels, dtype=torch.int64),
-        indices=[index for index, _ in read],
-        skipped=[(sample.id, reason) for _, sample, reason in readings if isinstance(reason, str)],
+        indices=[index for index, *_ in read],
+        skipped=[(sample.id, reason) for _, sample, reason, _ in readings if isinstance(reason, str)],
+        sizes=[size for *_, size in read],
     )

@@ -104,6 +104,7 @@ def _sample(key: Key) -> Sample:
         label=key.index % len(CLASSES),
         boxes=((box[0], box[1], box[2] - 1, box[3] - 1),),
         open_mask=partial(draw_mask, key),
+        size=(key.size, key.size),
     )
 
 

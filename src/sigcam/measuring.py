@@ -1,0 +1,147 @@
+"""What `sigcam evaluate` does: open the data and the maps or the network, evaluate, write what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from sigcam.console import show_skips, show_table
+from sigcam.data import Samples, guess_format, open_dataset
+from sigcam.data.wsol import wsol
+from sigcam.errors import DataError
+from sigcam.evaluating import evaluate, evaluate_maps
+from sigcam.explaining import Drawing
+from sigcam.fitting import Progress
+from sigcam.manifest import try_folder, write_manifest, write_text
+from sigcam.opening import attach_to, branch_file, open_branch, open_classifier
+from sigcam.result import Result
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command's options; lists are comma-separated."""
+
+    data: str
+    format: str | None
+    split: str
+    val_split: str | None
+    limit: int | None
+    maps: Path | None
+    model: str
+    weights: Path | None
+    branch: str
+    branches: str | None
+    method: str
+    metrics: str | None
+    intervals: bool
+    head: str | None
+    layer: str | None
+    output: Path
+    batch_size: int
+    workers: int
+    device: str
+
+
+def measure(options: Options, progress: Progress) -> Result:
+    """The result that the options ask for; nothing is written."""
+    if options.maps is None:
+        return _measure_network(options, progress)
+    if options.weights or options.branch or options.branches or options.val_split:
+        raise DataError("--maps are scored without a network: leave --weights, --branch and --val-split out.")
+    return _measure_maps(options, options.maps, progress)
+
+
+def report(result: Result, options: Options, as_json: bool) -> None:
+    """Writes results.json and manifest.json, and prints the table or the JSON."""
+    output = options.output
+    write_text(output / "results.json", result.to_json() + "\n")
+    drawn = (
+        {"maps": str(options.maps)} if options.maps else {"model": options.model, "branch": options.branch}
+    )
+    write_manifest(
+        output,
+        data=options.data,
+        split=options.split,
+        limit=options.limit,
+        **drawn,
+        about=result.about,
+        left_out=result.left_out,
+        skipped=result.skipped,
+        numbers=list(result.rows),
+    )
+    if as_json:
+        typer.echo(result.to_json())
+        return
+    for header, rows in result.blocks():
+        show_table("result", rows, header=header)
+    for line in result.remarks():
+        typer.echo(line)
+    show_skips(result.skipped)
+    typer.echo(f"results.json and manifest.json are in {output}")
+
+
+def _measure_maps(options: Options, maps: Path, progress: Progress) -> Result:
+    """The result of a folder of maps; pictures are not needed where metadata gives their sizes."""
+    data, split = options.data, options.split
+    if (options.format or guess_format(data)) == "wsol":
+        samples = wsol(data, split=split, pictures=False)
+    else:
+        samples = open_dataset(data, format=options.format, split=split)
+    try_folder(options.output)
+    return evaluate_maps(
+        maps,
+        _first(samples, options.limit),
+        metrics=_words(options.metrics),
+        intervals=options.intervals,
+        extra=options.limit is not None,
+        progress=progress,
+    )
+
+
+def _measure_network(options: Options, progress: Progress) -> Result:
+    """The result of what a network draws: by default from both heads or, without a fitted branch, from the
+    softmax head as it is and centred."""
+    branch, metrics = options.branch, _words(options.metrics)
+    fitted = branch not in ("", "softmax", "centred", "sigmoid")
+    alone = [branch] if branch in ("softmax", "centred") else ["softmax", "sigmoid" if fitted else "centred"]
+    branches: Any = _words(options.branches) or alone
+    methods = _words(options.method) or ["grad-cam"]
+    for method in methods:
+        for source in branches:
+            Drawing(method, source).checked()
+    if fitted or branch == "sigmoid" or "sigmoid" in branches:
+        branch_file(branch or "sigmoid")
+        if options.head or options.layer:
+            raise DataError("--head and --layer are part of a fitted branch: leave them out, or refit.")
+    thresholds = [name for name in metrics or ["max_box_acc_v2"] if name.startswith("max_box_acc")]
+    if options.val_split and not thresholds:
+        raise DataError("--val-split chooses thresholds for max_box_acc and max_box_acc_v2: measure one.")
+    samples = _first(open_dataset(options.data, format=options.format, split=options.split), options.limit)
+    held: Samples | None = None
+    if options.val_split:
+        held = open_dataset(options.data, format=options.format, split=options.val_split)
+    try_folder(options.output)
+    classifier = open_classifier(options.model, options.weights, False, options.device)
+    net = open_branch(branch, classifier) if fitted else attach_to(classifier, options.head, options.layer)
+    how: Any = {
+        "methods": methods,
+        "branches": branches,
+        "batch_size": options.batch_size,
+        "workers": options.workers,
+        "progress": progress,
+    }
+    val = None if held is None else evaluate(net, held, metrics=thresholds, **how)
+    return evaluate(net, samples, metrics=metrics, intervals=options.intervals, val=val, **how)
+
+
+def _first(samples: Samples, limit: int | None) -> Samples:
+    return samples if limit is None else samples[:limit]
+
+
+def _words(text: str | None) -> Sequence[str] | None:
+    """The names in a comma-separated list."""
+    return [word.strip() for word in (text or "").split(",") if word.strip()] or None
