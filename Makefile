@@ -16,6 +16,7 @@ check: test
 bench: .venv/dev.done
 	@$(BIN)/python benchmarks/maps.py
 	@$(BIN)/python benchmarks/metrics.py
+	@$(BIN)/python benchmarks/fit.py
 
 .venv/demo.done: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv

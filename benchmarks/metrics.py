@@ -192,10 +192,10 @@ def stage(levels: Any, truth: Any, which: int, repeats: int) -> None:
     """One stage of the sweep over all contours, after those before it, again and again."""
     height, width = levels.shape
     pixels = height * width
-    codes, labels = np.empty((height, width), np.uint8), np.empty((height + 2) * (width + 2), np.int32)
+    codes, labels = np.empty((height, width), np.uint8), np.empty((height + 2) * (width + 2), np.uint32)
     order, starts = np.empty(pixels, np.uint32), np.empty(257, np.int64)
     regions = Regions(
-        np.empty(pixels + 1, np.int32), np.empty((pixels + 1, 4), np.int64), np.empty(pixels + 1, np.int32)
+        np.empty(pixels + 1, np.uint32), np.empty((pixels + 1, 4), np.int64), np.empty(pixels + 1, np.int32)
     )
     best, zero, top = np.zeros(256), np.int64(0), np.int64(levels.max())
     compare(levels, codes)

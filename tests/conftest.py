@@ -1,6 +1,7 @@
 """What all tests share: one thread per test process, a fixed seed, hypothesis without deadlines."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ settings.load_profile("sigcam")
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Commands keep features where nobody else looks for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SIGCAM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

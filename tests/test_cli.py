@@ -66,8 +66,8 @@ def fitted(monkeypatch: pytest.MonkeyPatch, place: Path) -> Path:
         place / "data",
         "--output",
         place / "fit",
-        "--epochs",
-        3,
+        "--l2",
+        0.1,
     )
     assert run(monkeypatch, *words) == 0
     return place / "fit" / "branch.safetensors"
@@ -76,7 +76,12 @@ def fitted(monkeypatch: pytest.MonkeyPatch, place: Path) -> Path:
 def test_fit_then_explain_writes_overlay_map_scores_and_manifest(monkeypatch, place, capsys):
     branch = fitted(monkeypatch, place)
     manifest = json.loads((place / "fit" / "manifest.json").read_text())
-    assert len(manifest["losses"]) == 3 and manifest["model_fingerprint"] and manifest["versions"]["torch"]
+    assert (
+        manifest["numbers"]["l2"] == 0.1 and manifest["model_fingerprint"] and manifest["versions"]["torch"]
+    )
+    told = json.loads((place / "fit" / "fit.json").read_text())
+    assert told["losses"][-1] < told["losses"][0] and len(told["classes"]) == 2
+    assert (place / "fit" / "fit.png").stat().st_size > 10_000
     picture = place / "data" / "cat" / "0.png"
     words = (
         "explain",
@@ -127,8 +132,7 @@ def test_probe_trains_a_head_that_fit_and_explain_take(monkeypatch, place, capsy
     assert run(monkeypatch, *words, "--output", place / "c", "--weights", _weights(place)) == 0
     weights = ("--model", "timm:test_resnet", "--weights", place / "c" / "classifier.safetensors")
     assert (
-        run(monkeypatch, "fit", "--data", place / "data", *weights, "--output", place / "f", "--epochs", 2)
-        == 0
+        run(monkeypatch, "fit", "--data", place / "data", *weights, "--output", place / "f", "--l2", 0.1) == 0
     )
     capsys.readouterr()
     words = ("explain", place / "data" / "cat", *weights, "--branch", place / "f" / "branch.safetensors")
@@ -276,7 +280,7 @@ def test_a_full_disk_ends_with_one_line_and_leaves_nothing_half_written(monkeypa
         return write(path, data)
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    words = ("fit", "--model", spec(place), "--data", place / "data", "--output", place / "o", "--epochs", 1)
+    words = ("fit", "--model", spec(place), "--data", place / "data", "--output", place / "o", "--l2", 0.1)
     capsys.readouterr()
     assert run(monkeypatch, *words) == 2
     assert "No space left on device" in capsys.readouterr().err.strip().splitlines()[-1]
@@ -324,7 +328,7 @@ def test_a_slip_on_the_command_line_is_one_line(monkeypatch, place, capsys):
     assert "--nope" in refuses(monkeypatch, capsys, "fit", "--nope")
     assert "--data" in refuses(monkeypatch, capsys, "fit", "--model", spec(place))
     assert "explian" in refuses(monkeypatch, capsys, "explian", "a.jpg")
-    assert "--batch-size" in refuses(monkeypatch, capsys, "fit", "--data", place / "data", "--batch-size", 0)
+    assert "batch_size" in refuses(monkeypatch, capsys, "fit", "--data", place / "data", "--batch-size", 0)
     assert "pos_weight" in refuses(
         monkeypatch,
         capsys,

@@ -324,7 +324,7 @@ def test_a_reader_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_open_dataset_names_what_is_wrong() -> None:
     says(
-        "there is no data format 'coco': choose one of shapes, folder, wsol.",
+        "there is no data format 'coco': choose one of shapes, folder, wsol, cub, cars, pets, ilsvrc.",
         partial(open_dataset, "x", format="coco"),
     )
     for bad in ("shapes:many", "shapes:", "birds"):

@@ -193,7 +193,7 @@ def test_pooled_is_what_decides_whatever_order_the_head_names_its_layers_in(
     assert torch.equal(out.pooled, out.features.mean((2, 3)))
     assert torch.allclose(net.sigmoid.from_pooled(out.pooled), out.sigmoid, atol=1e-6)
     before = {name: value.clone() for name, value in net.named_parameters()}
-    fit(net, easy_data(), FitConfig(epochs=1))
+    fit(net, easy_data(), FitConfig("paper", epochs=1))
     assert all(not torch.equal(value, before[name]) for name, value in net.named_parameters())
 
 
@@ -333,7 +333,7 @@ def test_running_from_pooled_works_after_moving_the_network(convnext: nn.Module)
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[DualBranch, Path]:
     net = attach(Vgg(), example=images(1))
-    fit(net, easy_data(), FitConfig(epochs=2))
+    fit(net, easy_data(), FitConfig("paper", epochs=2))
     net.class_names = ("hawk", "owl", "heron", "wren")
     path = tmp_path / "branch.safetensors"
     net.save(path)

@@ -36,7 +36,7 @@ from sigcam.explaining import explain
 from sigcam.fitting import fit
 
 MODELS: list[Callable[[], nn.Module]] = [Gap, Vgg, Normed, InPlace, OnPlace, Probabilities, TwoHeads]
-QUICK = FitConfig(epochs=3, batch_size=8)
+QUICK = FitConfig("paper", epochs=3, batch_size=8)
 
 
 def bare(model: nn.Module, x: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def test_everything_works_with_all_parameters_frozen() -> None:
 def test_results_do_not_depend_on_gradient_modes(
     make: Callable[[], nn.Module], context: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    model, config = make().eval(), FitConfig(epochs=2, batch_size=8)
+    model, config = make().eval(), FitConfig("paper", epochs=2, batch_size=8)
 
     def work() -> list[Tensor]:
         net = attach(model, example=images(1))
@@ -214,7 +214,7 @@ def test_fitting_under_autocast_learns_and_the_next_pass_sees_it() -> None:
     net = attach(Gap(), example=images(1))
     with torch.autocast("cpu", torch.bfloat16):
         before = net(images()).sigmoid.float()
-        losses = fit(net, easy_data(), FitConfig(epochs=20, lr=0.05, batch_size=8)).losses
+        losses = fit(net, easy_data(), FitConfig("paper", epochs=20, lr=0.05, batch_size=8)).losses
         after = net(images()).sigmoid.float()
     assert losses[-1] < 0.7 * losses[0]
     assert (after - before).abs().max() > 0.1
@@ -364,7 +364,7 @@ def test_an_interrupt_in_the_middle_of_training_leaves_the_branch_as_it_was() ->
     before = {name: value.clone() for name, value in net.state_dict().items()}
 
     def progress(stage: str, done: int, total: int) -> None:
-        if stage == "training" and done == 2:
+        if stage == "epoch 2" and done == 16:
             raise KeyboardInterrupt
 
     with untouched(model), untouched(net.sigmoid), pytest.raises(KeyboardInterrupt):

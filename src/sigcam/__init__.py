@@ -38,9 +38,10 @@ if TYPE_CHECKING:
     from sigcam.evaluating import evaluate_maps as evaluate_maps
     from sigcam.explaining import explain as explain
     from sigcam.explanation import Explanation as Explanation
+    from sigcam.features import Features as Features
     from sigcam.fitting import FitResult as FitResult
-    from sigcam.fitting import balanced_bce as balanced_bce
     from sigcam.fitting import fit as fit
+    from sigcam.labels import balanced_bce as balanced_bce
     from sigcam.models import load_classifier as load_classifier
     from sigcam.result import Result as Result
 
@@ -65,7 +66,9 @@ _ROOMS = {
     "evaluating": ("evaluate", "evaluate_maps"),
     "explaining": ("explain",),
     "explanation": ("Explanation",),
-    "fitting": ("FitResult", "balanced_bce", "fit"),
+    "features": ("Features",),
+    "fitting": ("FitResult", "fit"),
+    "labels": ("balanced_bce",),
     "models": ("load_classifier",),
     "result": ("Result",),
 }

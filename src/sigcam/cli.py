@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 
 import typer
 
-from sigcam.config import FitConfig
-from sigcam.console import progress_bar, show_maps, show_report, show_skips, show_table
+from sigcam.config import FitConfig, TrainConfig
+from sigcam.console import progress_bar, show_caches, show_maps, show_skips, show_table
+from sigcam.options import options_of
 
 app = typer.Typer(
     help="Evidence maps for any image classifier, from a sigmoid branch that leaves predictions untouched.",
@@ -19,11 +19,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-DEFAULT = FitConfig()
 
 Model = Annotated[
     str,
-    typer.Option("--model", help="timm:NAME, torchvision:NAME, hf:NAME, file:PATH.py:FUNCTION or embedded."),
+    typer.Option(
+        "--model", help="timm:NAME, torchvision:NAME, hf:NAME, wsol:NAME, file:PATH.py:FUNCTION or embedded."
+    ),
 ]
 Weights = Annotated[
     Path | None, typer.Option("--weights", help="The classifier's weights: .safetensors or .pth.")
@@ -35,6 +36,10 @@ Format = Annotated[str | None, typer.Option("--format", help="Layout of the data
 Output = Annotated[Path, typer.Option("--output", help="Folder to write to.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, mps.")]
 BatchSize = Annotated[int, typer.Option("--batch-size", min=1, help="Images per pass.")]
+Cache = Annotated[
+    Path | None, typer.Option("--cache", help="Folder of cached features; default: $SIGCAM_CACHE.")
+]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Per process, for torch.")]
 Workers = Annotated[int, typer.Option("--workers", min=0, help="Processes that decode images.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of whatever is random.")]
 Crop = Annotated[
@@ -64,19 +69,27 @@ def inspect(
         str, typer.Option("--data", help="Look at a data set instead of, or beside, a model.")
     ] = "",
     format: Format = None,
+    split: Annotated[str | None, typer.Option("--split", help="Of the data; default: all.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="Folder for a contact sheet.")] = None,
+    workers: Workers = 0,
+    seed: Seed = 0,
     head: HeadName = None,
     layer: LayerName = None,
     crop: Crop = False,
     as_json: Json = False,
 ) -> None:
     """Show how a classifier is split (head, layer, map size) and what a data set holds."""
-    from sigcam.data import open_dataset
-    from sigcam.inspecting import data_facts, model_facts
+    from sigcam.errors import DataError
+    from sigcam.inspecting import inspect_data, model_facts
     from sigcam.opening import attach_to, open_classifier
 
     facts: dict[str, Any] = {}
+    if (output or split) and not data:
+        raise DataError("--output and --split are about a data set: name it with --data.")
     if data:
-        facts["data"] = data_facts(open_dataset(data, format=format, split="train"))
+        where: Any = {"format": format, "split": split, "output": output}
+        with progress_bar() as progress:
+            facts["data"] = inspect_data(data, **where, workers=workers, seed=seed, progress=progress)
     if model or not data:
         classifier = open_classifier(model or "embedded", weights, crop, pretrained=False)
         facts["model"] = model_facts(classifier, attach_to(classifier, head, layer))
@@ -84,10 +97,14 @@ def inspect(
         typer.echo(json.dumps(facts, indent=1))
     else:
         for title, rows in facts.items():
-            show_table(title, list(rows.items()))
+            show_table(title, [row for row in rows.items() if not isinstance(row[1], list)])
+            for name, table in rows.items():
+                if isinstance(table, list) and table:
+                    show_table(name, [tuple(row.values()) for row in table], header=tuple(table[0]))
 
 
 @app.command("train-classifier")
+@options_of(TrainConfig)
 def train_classifier(
     data: Data,
     model: Model = "embedded",
@@ -95,126 +112,52 @@ def train_classifier(
     format: Format = None,
     output: Output = Path("classifier"),
     probe: Annotated[
-        bool, typer.Option("--probe", help="Train a linear head on the frozen backbone.")
+        bool, typer.Option("--probe", help="Train a linear head alone, with Adam, on features computed once.")
     ] = False,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the features.")] = 30,
-    lr: Annotated[float, typer.Option(min=0, help="Learning rate of Adam.")] = 1e-3,
-    batch_size: BatchSize = 32,
-    workers: Workers = 0,
     device: Device = "cpu",
-    seed: Seed = 0,
+    threads: Threads = None,
     crop: Crop = False,
     as_json: Json = False,
+    *,
+    config: TrainConfig,
 ) -> None:
-    """Train a softmax classifier on a folder, for the branch to be attached to."""
-    from sigcam.errors import DataError
-    from sigcam.manifest import data_fingerprint, try_folder, write_manifest
-    from sigcam.models import save_classifier
-    from sigcam.opening import open_classifier, open_training_data
-    from sigcam.training import train_probe
+    """Train a softmax classifier on a folder, for the branch to be attached to; goes on where it stopped."""
+    from sigcam.teaching import Options, make_classifier
 
-    if not probe:
-        raise DataError(
-            "only the linear probe is there: pass --probe to train a linear head on a frozen backbone."
-        )
-    samples = open_training_data(data, format)
-    try_folder(output)
-    classifier = open_classifier(model, weights, crop, device, len(samples.classes))
-    with progress_bar() as progress:
-        result = train_probe(
-            classifier,
-            samples,
-            epochs=epochs,
-            lr=lr,
-            batch_size=batch_size,
-            workers=workers,
-            seed=seed,
-            progress=progress,
-        )
-    path = output / "classifier.safetensors"
-    save_classifier(path, classifier.model, spec=model, classes=samples.classes)
-    facts = {
-        "images": result.images,
-        "classes": len(samples.classes),
-        "training accuracy": result.train_accuracy,
-        "final loss": result.losses[-1],
-        "skipped": len(result.skipped),
-        "classifier": str(path),
-    }
-    write_manifest(
-        output, model=model, data=data, data_fingerprint=data_fingerprint(samples), seed=seed, numbers=facts
-    )
-    show_report(facts, result.skipped, as_json)
+    where = Options(data, format, model, weights, output, probe, device, threads, crop)
+    make_classifier(where, config, as_json)
 
 
 @app.command()
+@options_of(FitConfig)
 def fit(
-    data: Data,
+    data: Annotated[str, typer.Option("--data", help="A folder of class folders, or `shapes`.")] = "",
+    features: Annotated[
+        Path | None, typer.Option("--features", help="Instead of --data: an .npz with plain and labels.")
+    ] = None,
+    negatives: Annotated[
+        Path | None, typer.Option("--negatives", help="A folder of images that show none of the classes.")
+    ] = None,
     model: Model = "embedded",
     weights: Weights = None,
     format: Format = None,
     output: Output = Path("branch"),
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the cached features.")] = DEFAULT.epochs,
-    lr: Annotated[float, typer.Option(min=0, help="Learning rate of Adam.")] = DEFAULT.lr,
-    batch_size: BatchSize = DEFAULT.batch_size,
-    views: Annotated[
-        int, typer.Option(min=1, max=2, help="2 adds each image's mirror image.")
-    ] = DEFAULT.views,
-    pos_weight: Annotated[str, typer.Option(help="A number, or balanced: C - 1.")] = str(DEFAULT.pos_weight),
-    l2: Annotated[float, typer.Option(min=0, help="Strength of the penalty on weights.")] = DEFAULT.l2,
-    workers: Workers = DEFAULT.workers,
-    seed: Seed = DEFAULT.seed,
+    cache: Cache = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep features in memory only.")] = False,
     device: Device = "cpu",
+    threads: Threads = None,
     head: HeadName = None,
     layer: LayerName = None,
     crop: Crop = False,
     as_json: Json = False,
+    *,
+    config: FitConfig,
 ) -> None:
     """Attach a sigmoid branch to a trained classifier and fit it; the classifier stays what it was."""
-    from sigcam.dual import fingerprint
-    from sigcam.errors import DataError
-    from sigcam.fitting import fit as fit_branch
-    from sigcam.fitting import match_classes
-    from sigcam.manifest import data_fingerprint, try_folder, write_manifest
-    from sigcam.opening import attach_to, open_classifier, open_training_data
+    from sigcam.branching import Options, make_branch
 
-    try:
-        weight: Any = "balanced" if pos_weight == "balanced" else float(pos_weight)
-    except ValueError:
-        raise DataError(f"--pos-weight takes a number or balanced, not {pos_weight!r}.") from None
-    samples = open_training_data(data, format)
-    try_folder(output)
-    classifier = open_classifier(model, weights, crop, device)
-    net = attach_to(classifier, head, layer)
-    samples = match_classes(samples, net.classes, net.class_names)
-    config = FitConfig(epochs, lr, batch_size, cast(Literal[1, 2], views), weight, l2, workers, seed)
-    with progress_bar() as progress:
-        result = fit_branch(net, samples, config, progress=progress)
-    path = output / "branch.safetensors"
-    output.mkdir(parents=True, exist_ok=True)
-    net.save(path)
-    facts = {
-        "images": result.images,
-        "classes": net.classes,
-        "positive weight": result.pos_weight,
-        "first loss": result.losses[0],
-        "final loss": result.losses[-1],
-        "seconds": {stage: round(seconds, 2) for stage, seconds in result.seconds.items()},
-        "skipped": len(result.skipped),
-        "branch": str(path),
-    }
-    write_manifest(
-        output,
-        model=classifier.name,
-        model_fingerprint=fingerprint(net.origin),
-        data=data,
-        data_fingerprint=data_fingerprint(samples),
-        seed=seed,
-        config=asdict(config),
-        losses=result.losses,
-        numbers=facts,
-    )
-    show_report(facts, result.skipped, as_json)
+    where = (data, format, features, negatives, model, weights, output, cache, no_cache, device, threads)
+    make_branch(Options(*where, head, layer, crop), config, as_json)
 
 
 @app.command()
@@ -223,7 +166,11 @@ def explain(
     model: Model = "embedded",
     weights: Weights = None,
     branch: Annotated[
-        str, typer.Option("--branch", help="A fitted branch file, or softmax or centred, which need none.")
+        str,
+        typer.Option(
+            "--branch",
+            help="A fitted branch file, or softmax or centred, which need none; the embedded model has one.",
+        ),
     ] = "sigmoid",
     method: Annotated[
         str, typer.Option("--method", help="cam, grad-cam, grad-cam++, layer-cam, score-cam, ...")
@@ -289,7 +236,7 @@ def explain(
     Drawing(method, source, clamp, cast(Any, target), cast(Any, scale), top_n=top_n).checked()
     samples = open_pictures(pictures) if pictures else open_dataset(data, format=format, split="test")
     if fitted:
-        branch_file(branch)
+        branch_file(branch, "embedded" if model == "embedded" and weights is None else "")
         if head or layer:
             raise DataError("--head and --layer are part of a fitted branch: leave them out, or refit.")
     try_folder(output)
@@ -374,18 +321,42 @@ def evaluate(
     batch_size: BatchSize = 16,
     workers: Workers = 0,
     device: Device = "cpu",
+    threads: Threads = None,
     head: HeadName = None,
     layer: LayerName = None,
     as_json: Json = False,
 ) -> None:
     """Measure maps on annotated images: those in a folder, or those that a network draws."""
-    from sigcam.measuring import Options, measure, report
+    from sigcam.measuring import Options, measure_and_report
 
     wanted = (data, format, split, val_split, limit, maps, model, weights, branch, branches, method, metrics)
     options = Options(*wanted, intervals, head, layer, output, batch_size, workers, device)
-    with progress_bar() as progress:
-        result = measure(options, progress)
-    report(result, options, as_json)
+    measure_and_report(options, threads, as_json)
+
+
+cache_app = typer.Typer(help="Look at cached features, or remove them.", no_args_is_help=True)
+app.add_typer(cache_app, name="cache")
+
+
+@cache_app.command("list")
+def cache_list(cache: Cache = None, as_json: Json = False) -> None:
+    """Show what features are cached, and how much room they take."""
+    from sigcam.cache import caches, default_folder
+
+    root = cache or default_folder()
+    show_caches(root, caches(root), as_json)
+
+
+@cache_app.command("clear")
+def cache_clear(
+    names: Annotated[list[str] | None, typer.Argument(help="Caches to remove; default: all.")] = None,
+    cache: Cache = None,
+) -> None:
+    """Remove cached features; they are computed again when needed."""
+    from sigcam.cache import clear, default_folder
+
+    gone = clear(cache or default_folder(), names or ())
+    typer.echo(f"removed {len(gone)} cache(s), {sum(each.size for each in gone) / 1e6:.1f} MB")
 
 
 @app.command()

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -42,21 +43,49 @@ def show_table(title: str, rows: Sequence[Sequence[object]], header: tuple[str, 
 
 
 def show_maps(rows: Sequence[dict[str, Any]], fitted: bool) -> None:
-    """The first maps' classes and scores, and the names of blank maps."""
-    shown = [
-        (r["image"], r["class_name"], f"{r['probability']:.3f}", f"{r['evidence']:.3f}" if fitted else "-")
-        for r in rows[:20]
-    ]
+    """The maps' classes and scores; of a few pictures, the other likely classes too; names of blank maps."""
+
+    def scores(row: dict[str, Any]) -> tuple[str, str]:
+        return f"{row['probability']:.3f}", f"{row['evidence']:.3f}" if fitted else "-"
+
+    shown = [(r["image"], r["class_name"], *scores(r)) for r in rows[:20]]
     show_table("maps", shown, header=("image", "class", "probability", "evidence"))
+    for row in rows if len(rows) <= 3 else ():
+        top = [(each["class_name"], *scores(each)) for each in row["top"]]
+        show_table(f"likely classes of {row['image']}", top, header=("class", "probability", "evidence"))
     for row in rows:
         if row["blank"]:
             share = f"share of positive evidence {row['positive_share']:.0%}"
             typer.echo(f"blank map: {row['image']} ({share})", err=True)
 
 
+def show_caches(root: Path, held: Sequence[Any], as_json: bool) -> None:
+    """Caches of features, the latest used first."""
+    rows = [
+        {
+            "name": each.folder.name,
+            "model": each.about.get("model", "?"),
+            "layer": each.about.get("layer", "?"),
+            "view": "mirrored" if each.about.get("view") else "plain",
+            "images": each.about.get("images", 0),
+            "megabytes": round(each.size / 1e6, 1),
+        }
+        for each in held
+    ]
+    if as_json:
+        typer.echo(json.dumps({"folder": str(root), "caches": rows}, indent=1))
+        return
+    if rows:
+        show_table("caches", [tuple(row.values()) for row in rows], header=tuple(rows[0]))
+    typer.echo(f"{len(rows)} cache(s), {sum(row['megabytes'] for row in rows):.1f} MB in {root}")
+
+
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar with an ETA on a terminal, plain lines elsewhere; both on stderr."""
+def progress_bar(quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar with an ETA on a terminal, plain lines elsewhere; both on stderr. Nothing if quiet."""
+    if quiet:
+        yield lambda stage, done, total: None
+        return
     if not sys.stderr.isatty():
         yield _plain_lines()
         return

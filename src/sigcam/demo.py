@@ -18,7 +18,8 @@ from sigcam.data.shapes import scenes, shapes
 from sigcam.draw import colours, grid, overlay, with_outline
 from sigcam.dual import DualBranch, attach, fingerprint
 from sigcam.explaining import Drawing, explain, explain_passage
-from sigcam.fitting import Progress, fit
+from sigcam.features import Progress
+from sigcam.fitting import fit
 from sigcam.manifest import data_fingerprint, try_folder, write_manifest
 from sigcam.models import Classifier, load_classifier, save_classifier
 from sigcam.probe import Branch

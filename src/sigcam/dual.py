@@ -220,8 +220,9 @@ class DualBranch(nn.Module):
             self._recording[places] = _choose_recording(self, places)
         return self._recording[places]
 
-    def save(self, path: str | Path) -> None:
-        """Writes the branch alone, with what is needed to check that it fits, as safetensors."""
+    def save(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        """Writes the branch alone, with what is needed to check that it fits, as safetensors; float16 takes
+        half the room."""
         from safetensors.torch import save
 
         path = Path(path)
@@ -236,8 +237,10 @@ class DualBranch(nn.Module):
             "fitted": self.fitted,
             "recipe": self.recipe,
         }
+        state = {name: tensor.detach().cpu() for name, tensor in self.state_dict().items()}
         tensors = {
-            name: tensor.detach().cpu().contiguous().clone() for name, tensor in self.state_dict().items()
+            name: t.to(dtype if dtype and t.is_floating_point() else t.dtype, copy=True).contiguous()
+            for name, t in state.items()
         }
         try:
             write_whole(path, save(tensors, metadata={"sigcam-branch": json.dumps(about)}))

@@ -17,17 +17,21 @@ from sigcam.counting import ImageMetric
 from sigcam.data import Sample, Samples
 from sigcam.data.loading import Batch, collect
 from sigcam.data.maps import find_maps, open_map, same_shape
+from sigcam.dist import gathered, mine, summed, world
 from sigcam.dual import DualBranch, Passage, fingerprint
 from sigcam.errors import DataError
 from sigcam.explaining import Drawing, explain_passage
 from sigcam.explanation import Scale
-from sigcam.fitting import Progress, match_classes
+from sigcam.features import Progress
 from sigcam.judging import Judged, Measure, boxes_for, choose_measures, mask_for
+from sigcam.labels import match_classes
 from sigcam.manifest import data_fingerprint, versions
 from sigcam.metrics import in_top, insertion_deletion_curves
 from sigcam.models import Preprocess
 from sigcam.probe import Branch, branch_logits, full, resize, unit_range
 from sigcam.result import Key, Result, Row, rows_of
+from sigcam.trace import Size
+from sigcam.zooming import zoomed
 
 Scorer = Literal["softmax", "sigmoid", "branch"]
 SCORERS: dict[Scorer, str] = {
@@ -49,6 +53,16 @@ class Cell(NamedTuple):
         assert self.method is not None and self.branch is not None
         return Drawing(self.method, self.branch, self.clamp, scale=scale)
 
+    def standing_for(self, net: DualBranch) -> Cell:
+        """The simplest cell with the same maps (PROTOCOL 4.2): some methods have no negative weights, and
+        on a head that is global average + linear, some gradients are all alike."""
+        cell, source = self, "sigmoid" if self.branch == "sigmoid" else "softmax"
+        if cell.method in ("layer-cam", "grad-cam++"):
+            cell = cell._replace(clamp=True)
+        if source in net.linear and cell.method in ("xgrad-cam", "hires-cam", "layer-cam"):
+            cell = cell._replace(method="grad-cam")
+        return cell
+
 
 def evaluate(
     net: DualBranch,
@@ -60,6 +74,7 @@ def evaluate(
     metrics: Sequence[str] | None = None,
     class_from: Literal["label", "predicted"] = "label",
     scorers: Sequence[Scorer] = ("softmax",),
+    zoom: float = 1.0,
     val: Result | None = None,
     intervals: bool = False,
     transform: Callable[[Image.Image], Tensor] | None = None,
@@ -81,6 +96,7 @@ def evaluate(
         class_from: whose maps locate objects: the label's class (the protocol) or the predicted one.
         scorers: what confidence is: "softmax" by the classifier's head for both rows of a comparison,
             "sigmoid" by the fitted branch, "branch" by a softmax over the branch that is explained.
+        zoom: how much larger the image is that maps are drawn from, as for `explain`.
         val: the result of the same on a validation split: accuracies at its best thresholds are added.
         intervals: bootstrap intervals over images.
         transform: from a picture to a (3, H, W) tensor; by default `net.transform`. It must not crop.
@@ -99,7 +115,7 @@ def evaluate(
     if "sigmoid" in scorers and not net.fitted:
         raise DataError("the sigmoid branch is not fitted, so it cannot score: fit it, or load one.")
     measures, left_out = choose_measures(metrics, samples, network=True, labels_draw=class_from == "label")
-    asked = _Asked(net, measures, class_from, tuple(dict.fromkeys(scorers)))
+    asked = _Asked(net, measures, class_from, tuple(dict.fromkeys(scorers)), zoom)
     samples = _as_samples(samples, net)
     samples = match_classes(samples, net.classes, net.class_names) if asked.labels else samples
     if asked.boxes or asked.masks:
@@ -107,17 +123,24 @@ def evaluate(
     cells = _cells(methods, branches, clamps)
     books = Books(measures, cells, asked.scorers, intervals)
     skipped, done = list[tuple[str, str]](), 0
-    for batch in collect(samples, transform, batch_size=batch_size, workers=workers):
+    own = (
+        samples
+        if world() == 1
+        else Samples(tuple(samples[i] for i in _mine(samples, batch_size)), samples.classes)
+    )
+    spawn = net.device.type == "cuda"
+    for batch in collect(own, transform, batch_size=batch_size, workers=workers, spawn=spawn):
         if batch.skipped and not skip_unreadable:
             name, reason = batch.skipped[0]
             raise DataError(f"image {name}: {reason} Repair it, or go on without: skip_unreadable=True.")
         skipped += batch.skipped
         if len(batch.images):
-            for cell, seen in asked.judged(batch, [samples[i] for i in batch.indices], cells):
+            for cell, seen in asked.judged(batch, [own[i] for i in batch.indices], cells):
                 books.tell(cell, seen)
         done += len(batch.indices) + len(batch.skipped)
         if progress:
-            progress("maps", done, len(samples))
+            progress("maps", done, len(own))
+    skipped = [pair for part in gathered(skipped) for pair in part]
     if len(skipped) == len(samples):
         raise DataError(f"none of the {len(samples)} pictures could be read; the first: {skipped[0][1]}")
     about = {
@@ -129,6 +152,7 @@ def evaluate(
         "recipe": net.recipe,
         "preprocessing": str(transform),
         "maps_of": f"the {class_from} class",
+        "zoom": zoom,
         "confidence": {scorer: SCORERS[scorer] for scorer in asked.scorers},
         "masking": "the normalised image times the predicted class's map",
         "definitions": books.definitions(),
@@ -162,7 +186,8 @@ def evaluate_maps(
     cell = Cell("maps")
     books = Books(measures, [cell], (), intervals)
     boxed, masked = (any(need in m.needs for m in measures.values()) for need in ("boxes", "masks"))
-    opened = ((i, open_map(file, samples[i].id)) for i, file in enumerate(files))
+    own = _mine(samples, batch_size)
+    opened = ((i, open_map(files[i], samples[i].id)) for i in own)
     sizes = set[str]()
     for run in same_shape(opened, batch_size):
         part = [samples[i] for i, _ in run]
@@ -181,7 +206,7 @@ def evaluate_maps(
     about = {
         "images": len(samples),
         "data_fingerprint": data_fingerprint(_as_samples(samples)),
-        "map_sizes": sorted(sizes),
+        "map_sizes": sorted(set[str]().union(*gathered(sizes))),
         "definitions": books.definitions(),
         "versions": versions(),
     }
@@ -227,7 +252,8 @@ class Books:
             for row in rows_of(key, metric, scorer=self._scorers[key] or None, val=val)
         ]
         empty = dict.fromkeys(("low", "high", "threshold", "threshold_from", "scorer"))
-        for cell, (blank, images) in self._blank.items():
+        for cell, counted in self._blank.items():
+            blank, images = summed(torch.tensor(counted)).tolist()
             value = {"metric": "blank_maps", "value": 100 * blank / images, "images": images}
             found.append({**cell._asdict(), **empty, **value})
         return found
@@ -236,6 +262,12 @@ class Books:
         """Each metric's own words."""
         about = {key[3].partition(":")[0]: type(metric).__doc__ or "" for key, metric in self.metrics.items()}
         return {name: " ".join(text.split("\n\n")[0].split()) for name, text in about.items()}
+
+
+def _mine(samples: Sequence[Sample], batch_size: int) -> list[int]:
+    """Which samples are this process's: every n-th batch, whole, so that batches are the same for any n."""
+    batches = mine(-(-len(samples) // batch_size))
+    return [i for b in batches for i in range(b * batch_size, min((b + 1) * batch_size, len(samples)))]
 
 
 def _cells(
@@ -264,6 +296,7 @@ class _Asked:
     measures: Mapping[str, Measure]
     class_from: Literal["label", "predicted"]
     scorers: tuple[Scorer, ...]
+    zoom: float
 
     def uses(self, *kinds: str) -> bool:
         return any(measure.uses in kinds for measure in self.measures.values())
@@ -304,21 +337,37 @@ class _Asked:
         yield Cell(), seen
         predicted, _ = choose_classes(net, passage, None)  # (B, 1)
         chosen = labels[:, None] if labels is not None and self.class_from == "label" else predicted
+        finer, larger = zoomed(net, images, self.zoom)
+        fine = passage if finer is net and larger is images else finer.run(larger, grad=True)
+        done = dict[Cell, Judged]()  # maps that are the same by an identity are drawn once
         for cell in cells:
-            yield cell, self._drawn(cell, passage, chosen, predicted, seen)
+            same = cell.standing_for(net)
+            if same not in done:
+                done[same] = self._drawn(same, passage, (finer, fine), chosen, predicted, seen)
+            yield cell, done[same]
 
-    def _drawn(self, cell: Cell, passage: Passage, chosen: Tensor, predicted: Tensor, seen: Judged) -> Judged:
-        """`seen` with the cell's maps, and what the network says of the images that they mask."""
+    def _drawn(
+        self,
+        cell: Cell,
+        passage: Passage,
+        fine: tuple[DualBranch, Passage],
+        chosen: Tensor,
+        predicted: Tensor,
+        seen: Judged,
+    ) -> Judged:
+        """`seen` with the cell's maps, drawn from the finer pass, and what the network says of the images
+        that they mask."""
         net, fidelity = self.net, self.uses("kept", "scores", "curves")
         own = fidelity and cell.method == "cam"  # its masks are finished in another way than its score maps
         wanted = [chosen] if self.uses("maps") else []
         wanted += [predicted] if fidelity and not own else []
         if wanted:
-            drawn = explain_passage(net, passage, cell.drawing(), classes=torch.cat(wanted, 1)).maps
+            classes = torch.cat(wanted, 1)
+            drawn = explain_passage(*fine, cell.drawing(), classes=classes, size=passage.image).maps
             seen = replace(seen, maps=drawn[:, 0].cpu()) if self.uses("maps") else seen
         if not fidelity:
             return seen
-        masks = _cam_masks(net, passage, cell, predicted) if own else drawn[:, -1]  # (B, H, W)
+        masks = _cam_masks(*fine, cell, predicted, passage.image) if own else drawn[:, -1]  # (B, H, W)
         seen = replace(seen, kept=masks.cpu())
         if self.uses("scores"):
             with torch.no_grad():
@@ -336,11 +385,11 @@ class _Asked:
         return seen
 
 
-def _cam_masks(net: DualBranch, passage: Passage, cell: Cell, classes: Tensor) -> Tensor:
+def _cam_masks(net: DualBranch, passage: Passage, cell: Cell, classes: Tensor, size: Size) -> Tensor:
     """CAM as a mask, (B, H, W): scaled at low resolution, then resized bilinearly (PROTOCOL 6)."""
     low = explain_passage(net, passage, cell.drawing("raw"), classes=classes, size="features").maps
     with torch.no_grad():
-        return resize(unit_range(low, eps=1e-7), passage.image, "bilinear")[:, 0]
+        return resize(unit_range(low, eps=1e-7), size, "bilinear")[:, 0]
 
 
 def _confidence(net: DualBranch, passage: Passage, scorer: Scorer, cell: Cell, classes: Tensor) -> Tensor:

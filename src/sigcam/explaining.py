@@ -198,6 +198,8 @@ def _explained(
         maps = torch.where((chosen >= 0)[:, :, None, None], maps, 0.0)  # (B, K, H, W)
         blank = ~maps.flatten(2).any(2)
         scores = Scores.of(net, native, how.branch, chosen)
+        best, _ = choose_classes(net, native, "top5")
+        top = Scores.of(net, native, how.branch, best)
 
     def shape(values: Tensor) -> Tensor:
         return values if several else values[:, 0]
@@ -211,6 +213,9 @@ def _explained(
         positive_share=shape(low[-1].positive_share),
         blank=shape(blank),
         notes=tuple(_why_blank(blank, chosen, low[-1], bool(how.clamp), several)),
+        top_classes=best,
+        top_probability=top.probability,
+        top_evidence=top.evidence,
         method=how.method,
         target=how.target_name,
         branch=how.branch,

@@ -35,6 +35,8 @@ class Explanation:
         logits: the class's logit in the branch that the maps explain.
         positive_share: how much of the evidence before clamping is positive, in [0, 1].
         blank: whether a map is all zero; `notes` says why.
+        top_classes, top_probability, top_evidence: (B, 5) the most probable classes, or all of fewer, and
+            their scores, whatever class the map is of.
     """
 
     maps: Tensor
@@ -45,6 +47,9 @@ class Explanation:
     positive_share: Tensor
     blank: Tensor
     notes: tuple[str, ...]
+    top_classes: Tensor
+    top_probability: Tensor
+    top_evidence: Tensor
     method: str
     target: str
     branch: Branch
@@ -129,6 +134,7 @@ class Explanation:
                     "logit": self.logits[i].tolist(),
                     "positive_share": self.positive_share[i].tolist(),
                     "blank": self.blank[i].tolist(),
+                    "top": self._top(i),
                     "method": self.method,
                     "target": self.target,
                     "branch": self.branch,
@@ -137,6 +143,18 @@ class Explanation:
                 }
             )
         return rows
+
+    def _top(self, i: int) -> list[dict[str, Any]]:
+        columns = (self.top_classes[i], self.top_probability[i], self.top_evidence[i])
+        return [
+            {
+                "class": k,
+                "class_name": self.name(k),
+                "probability": probability,
+                "evidence": evidence if self.fitted else None,
+            }
+            for k, probability, evidence in zip(*(column.tolist() for column in columns), strict=True)
+        ]
 
     def _pictures(self) -> Sequence[Image.Image]:
         if self.pictures:

@@ -36,11 +36,11 @@ def try_folder(path: Path) -> None:
 
 
 def data_fingerprint(samples: Samples) -> str:
-    """A hash of the samples' ids, labels and class names."""
+    """A hash of the samples' ids, labels, boxes, sizes and class names."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps(list(samples.classes)).encode())
     for sample in samples:
-        digest.update(f"{sample.id}\0{sample.label}\n".encode())
+        digest.update(f"{sample.id}\0{sample.label} {sample.boxes} {sample.size}\n".encode())
     return digest.hexdigest()
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 
-from sigcam.console import show_skips, show_table
+from sigcam.console import progress_bar, show_skips, show_table
 from sigcam.data import Samples, guess_format, open_dataset
 from sigcam.data.wsol import wsol
+from sigcam.dist import rank, together
 from sigcam.errors import DataError
 from sigcam.evaluating import evaluate, evaluate_maps
 from sigcam.explaining import Drawing
-from sigcam.fitting import Progress
+from sigcam.features import Progress
 from sigcam.manifest import try_folder, write_manifest, write_text
 from sigcam.opening import attach_to, branch_file, open_branch, open_classifier
 from sigcam.result import Result
@@ -44,6 +46,18 @@ class Options:
     batch_size: int
     workers: int
     device: str
+
+
+def measure_and_report(options: Options, threads: int | None, as_json: bool) -> None:
+    """Measures, with the other processes if torchrun started some; the first one writes and prints."""
+    if threads:
+        torch.set_num_threads(threads)
+    with together(options.device) as device:
+        options = replace(options, device=device)
+        with progress_bar(quiet=rank() > 0) as progress:
+            result = measure(options, progress)
+        if rank() == 0:
+            report(result, options, as_json)
 
 
 def measure(options: Options, progress: Progress) -> Result:
@@ -106,7 +120,11 @@ def _measure_network(options: Options, progress: Progress) -> Result:
     """The result of what a network draws: by default from both heads or, without a fitted branch, from the
     softmax head as it is and centred."""
     branch, metrics = options.branch, _words(options.metrics)
-    fitted = branch not in ("", "softmax", "centred", "sigmoid")
+    shipped = "embedded" if options.model == "embedded" and options.weights is None else ""
+    fitted = branch not in ("", "softmax", "centred", "sigmoid") or (
+        bool(shipped) and branch in ("", "sigmoid")
+    )
+    fitted = fitted and not (options.head or options.layer) if branch == "" else fitted
     alone = [branch] if branch in ("softmax", "centred") else ["softmax", "sigmoid" if fitted else "centred"]
     branches: Any = _words(options.branches) or alone
     methods = _words(options.method) or ["grad-cam"]
@@ -114,7 +132,7 @@ def _measure_network(options: Options, progress: Progress) -> Result:
         for source in branches:
             Drawing(method, source).checked()
     if fitted or branch == "sigmoid" or "sigmoid" in branches:
-        branch_file(branch or "sigmoid")
+        branch_file(branch or "sigmoid", shipped)
         if options.head or options.layer:
             raise DataError("--head and --layer are part of a fitted branch: leave them out, or refit.")
     thresholds = [name for name in metrics or ["max_box_acc_v2"] if name.startswith("max_box_acc")]
@@ -126,7 +144,11 @@ def _measure_network(options: Options, progress: Progress) -> Result:
         held = open_dataset(options.data, format=options.format, split=options.val_split)
     try_folder(options.output)
     classifier = open_classifier(options.model, options.weights, False, options.device)
-    net = open_branch(branch, classifier) if fitted else attach_to(classifier, options.head, options.layer)
+    net = (
+        open_branch(branch or "sigmoid", classifier)
+        if fitted
+        else attach_to(classifier, options.head, options.layer)
+    )
     how: Any = {
         "methods": methods,
         "branches": branches,

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from sigcam.weights import (
 
 log = logging.getLogger(__name__)
 
-SPECS = "timm:NAME, torchvision:NAME, hf:NAME, file:PATH.py:FUNCTION or embedded"
+SPECS = "timm:NAME, torchvision:NAME, hf:NAME, wsol:NAME, file:PATH.py:FUNCTION or embedded"
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 Transform = Callable[[Image.Image], Tensor]
@@ -179,18 +180,18 @@ def _build_torchvision(name: str, num_classes: int | None, pretrained: bool) -> 
         options |= {"init_weights": False, "aux_logits": False, "transform_input": True}
     model = models.get_model(name, weights=None, num_classes=num_classes or len(names), **options)
     if pretrained:
-        cached = Path(torch.hub.get_dir(), "checkpoints", preset.url.rpartition("/")[2]).is_file()
-        if not cached and not _reachable(preset.url):
-            raise _no_download(spec, f"no answer from {preset.url}")
-        try:
-            state = preset.get_state_dict(progress=sys.stderr.isatty(), check_hash=True)
-        except (OSError, RuntimeError) as error:  # RuntimeError: the file's hash is wrong
-            raise _no_download(spec, first_line(error)) from error
-        state = match_names(state, model)
+        state = match_names(_published(spec, preset), model)
         fill(model, state, source=preset.url, target=spec, num_classes=num_classes)
     kernel, resize = own.interpolation.value, own.resize_size[0]
     transform = Preprocess(size, size, tuple(own.mean), tuple(own.std), kernel, resize)
     return model, transform, names if num_classes in (None, len(names)) else None
+
+
+def _build_wsol(name: str, num_classes: int | None, pretrained: bool) -> Built:
+    from sigcam.wsol_models import build
+
+    model = build(name, num_classes, partial(_published, f"wsol:{name}") if pretrained else None)
+    return model, Preprocess(), _imagenet_names() if num_classes in (None, 1000) else None
 
 
 def _build_timm(name: str, num_classes: int | None, pretrained: bool) -> Built:
@@ -313,6 +314,7 @@ BUILDERS: dict[str, Callable[[str, int | None, bool], Built]] = {
     "timm": _build_timm,
     "torchvision": _build_torchvision,
     "hf": _build_hf,
+    "wsol": _build_wsol,
     "file": _build_file,
     "embedded": _build_embedded,
 }
@@ -391,6 +393,20 @@ def _bare(model: nn.Module) -> nn.Module:
 # The network, and what to say when it or a name fails.
 
 
+def _published(spec: str, preset: Any, *earlier: str) -> Mapping[str, Tensor]:
+    """torchvision's weights: from the folder it downloads to, also under an earlier name, or downloaded."""
+    folder, file = Path(torch.hub.get_dir(), "checkpoints"), preset.url.rpartition("/")[2]
+    held = next((folder / name for name in (file, *earlier) if (folder / name).is_file()), None)
+    try:
+        if held is None and not _reachable(preset.url):
+            raise OSError(f"no answer from {preset.url}")
+        if held and held.name != file:
+            return read_weights(held)[0]
+        return preset.get_state_dict(progress=sys.stderr.isatty(), check_hash=True)  # type: ignore[no-any-return]
+    except (OSError, RuntimeError) as error:  # RuntimeError: the file's hash is wrong
+        raise _no_download(spec, first_line(error), f"put {file} into {folder}, ") from error
+
+
 def _reachable(url: str) -> bool:
     """Whether a host answers within five seconds, be it with a refusal."""
     try:
@@ -420,10 +436,10 @@ def _cached(spec: str, repo: str, filename: str | None) -> str:
     return path
 
 
-def _no_download(spec: str, reason: str) -> ModelError:
+def _no_download(spec: str, reason: str, place: str = "") -> ModelError:
     return ModelError(
-        f"cannot download the weights of {spec} ({reason}): give them with --weights (weights=), use the "
-        "model 'embedded', or take random ones with pretrained=False."
+        f"cannot download the weights of {spec} ({reason}): {place}give them with --weights (weights=), use "
+        "the model 'embedded', or take random ones with pretrained=False."
     )
 
 

@@ -15,6 +15,8 @@ from sigcam.dual import DualBranch, attach, load
 from sigcam.errors import CheckpointError, DataError
 from sigcam.models import Classifier, load_classifier
 
+SHIPPED = Path(__file__).parent / "branches" / "embedded.safetensors"  # its card is beside it
+
 
 def usable_device(name: str) -> str:
     """The device's name, if something can be put on it."""
@@ -68,15 +70,18 @@ def attach_to(classifier: Classifier, head: str | None, layer: str | None) -> Du
 
 def open_branch(branch: str, classifier: Classifier) -> DualBranch:
     """The network with the fitted branch in the file, or in the folder that `sigcam fit` wrote."""
-    file = branch_file(branch)
+    file = branch_file(branch, classifier.name)
     net = _prepared(load(file, classifier.model), classifier)
     if not net.fitted:
         raise CheckpointError(f"{file} holds a branch that was never fitted: make one with `sigcam fit`.")
     return net
 
 
-def branch_file(branch: str) -> Path:
-    """The file that --branch names; CheckpointError if there is none."""
+def branch_file(branch: str, model: str) -> Path:
+    """The file that --branch names: "sigmoid" the one that comes with the embedded model; CheckpointError if
+    there is none."""
+    if branch == "sigmoid" and model == "embedded":
+        return SHIPPED
     if branch == "sigmoid":
         raise CheckpointError(
             "the sigmoid branch must be fitted first: give its file (--branch branch.safetensors, made by "

@@ -52,12 +52,6 @@ def optimized(model: nn.Module, example: Tensor, *, keep: Collection[str] = ()) 
     return best
 
 
-def images_at_once() -> int:
-    """How many images a CPU had best take to F together: one per thread, so that their maps stay in the cache
-    and in memory that is already mapped; two at least, to use each weight twice."""
-    return max(2, torch.get_num_threads())
-
-
 def _logits(model: nn.Module, example: Tensor) -> Tensor:
     return logits_of(model(example.clone()), len(example))  # a model may change its input in place
 
@@ -172,6 +166,7 @@ class PackedConv2d(nn.Conv2d):
     """
 
     packed: tuple[tuple[int, ...], Tensor] | None = None  # for inputs of this shape, and these threads
+    activation: tuple[str, list[float]] = ("none", [])  # that it computes along, in oneDNN's words
 
     def forward(self, input: Tensor) -> Tensor:
         recorded = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
@@ -185,7 +180,8 @@ class PackedConv2d(nn.Conv2d):
             self.packed = use, reorder(self.weight.detach().to_mkldnn(), *where, input.shape)
         last = input.contiguous(memory_format=torch.channels_last)
         convolve = torch.ops.mkldnn._convolution_pointwise
-        out: Tensor = convolve(last, self.packed[1], self.bias, *where, "none", [], "")
+        out: Tensor = convolve(last, self.packed[1], self.bias, *where, *self.activation, "")
+        out.activated = self.activation[0] != "none"  # type: ignore[attr-defined]
         return out
 
     def __getstate__(self) -> dict[str, Any]:
@@ -207,7 +203,54 @@ def _pack_convolutions(model: nn.Module, example: Tensor, keep: Collection[str])
             module.__class__ = PackedConv2d
 
 
+class _Spared:
+    """An activation that is not computed where the convolution before it has done so."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if getattr(input, "activated", False):
+            return input
+        out: Tensor = super().forward(input)  # type: ignore[misc]
+        return out
+
+
+class SparedReLU(_Spared, nn.ReLU):
+    """See `_Spared`."""
+
+
+class SparedReLU6(_Spared, nn.ReLU6):
+    """See `_Spared`."""
+
+
+_FUSED: dict[type[nn.Module], tuple[type[nn.Module], tuple[str, list[float]]]] = {
+    nn.ReLU: (SparedReLU, ("relu", [])),
+    nn.ReLU6: (SparedReLU6, ("hardtanh", [0.0, 6.0])),
+}
+
+
+def _fuse_activations(model: nn.Module, example: Tensor, keep: Collection[str]) -> None:
+    """Lets a packed convolution compute the activation that alone reads its output: one pass over memory
+    less. The activation's module stays, for the outputs of others and where gradients are recorded."""
+    trace, output = run_traced(model, example)
+    runs = Counter(o.module for o in trace.outputs)
+    reads = Counter(value for call in trace.calls for value in call.inputs)
+    returned = {trace.value(tensor) for tensor in tensors_in(output)}
+    for reader in trace.outputs:
+        if type(reader.module) not in _FUSED or len(reader.inputs) != 1 or _is_hooked(reader.module):
+            continue
+        value = reader.inputs[0]
+        same = [o for o in trace.outputs if o.value == value]
+        if not same or not isinstance(same[0].module, PackedConv2d) or runs[same[0].module] > 1:
+            continue
+        free = not any(o.name in keep or _is_hooked(o.module) for o in same)
+        if free and reads[value] == 1 and value not in returned:
+            same[0].module.activation = _FUSED[type(reader.module)][1]
+    for module in model.modules():
+        if type(module) in _FUSED and not _is_hooked(module):
+            module.__class__ = _FUSED[type(module)][0]
+
+
 _STEPS: tuple[Callable[[nn.Module, Tensor, Collection[str]], None], ...] = (
     _fold_batchnorm,
     _pack_convolutions,
+    _fuse_activations,
 )

@@ -11,6 +11,7 @@ import torch
 
 from sigcam.bootstrap import interval
 from sigcam.counting import ImageMetric
+from sigcam.dist import summed
 from sigcam.errors import DataError
 from sigcam.metrics import MaxBoxAcc, MaxBoxAccV2
 
@@ -122,7 +123,7 @@ def rows_of(key: Key, metric: ImageMetric, *, scorer: str | None, val: Result | 
             "threshold": threshold,
             "threshold_from": origin,
             "scorer": scorer,
-            "images": int(metric.images),
+            "images": int(summed(metric.images.clone())),
         }
 
     if not isinstance(metric, MaxBoxAcc | MaxBoxAccV2):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sigcam.data import Samples
 from sigcam.data.loading import collect
 from sigcam.errors import DataError, ModelError
-from sigcam.fitting import Progress
+from sigcam.features import Progress
 from sigcam.models import Classifier
 from sigcam.split import find_split
 from sigcam.trace import borrowed, chunks

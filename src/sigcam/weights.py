@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pickle
 import re
 from collections import OrderedDict
@@ -25,7 +26,7 @@ PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile
 
 def write_whole(path: Path, data: bytes) -> None:
     """Writes the file whole or not at all."""
-    draft = path.with_name(path.name + ".part")
+    draft = path.with_name(f"{path.name}.{os.getpid()}.part")  # of this process alone
     try:
         draft.write_bytes(data)
         draft.replace(path)

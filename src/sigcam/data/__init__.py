@@ -29,6 +29,7 @@ class Sample:
         boxes: xyxy in pixels of the original image; x1, y1 are the last pixel inside.
         open_mask: decodes the mask, (H, W) uint8: 1 object, 0 background, 255 ignored.
         size: width and height of the original image, where the file may be a smaller copy; None: as opened.
+        path: the file that `open` reads, where it is one.
     """
 
     id: str
@@ -37,6 +38,7 @@ class Sample:
     boxes: tuple[Box, ...] | None = None
     open_mask: Callable[[], NDArray[np.uint8]] | None = None
     size: Size | None = None
+    path: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,25 @@ def open_dataset(path: str | Path, *, format: str | None = None, split: str = "t
 
 
 def guess_format(path: str | Path) -> str:
-    """The reader that fits: the words `shapes` and `shapes:COUNT`, not paths, name the synthetic set; folders
-    with lists of image ids are in the layout of the WSOL evaluator."""
+    """The reader that fits: the words `shapes` and `shapes:COUNT`, not paths, name the synthetic set; lists
+    of image ids the layout of the WSOL evaluator; a data set's own files its own; the rest is class
+    folders."""
+    from sigcam.data.cars import holds_cars
+    from sigcam.data.cub import holds_cub
+    from sigcam.data.ilsvrc import holds_ilsvrc
+    from sigcam.data.pets import holds_pets
     from sigcam.data.wsol import holds_metadata
 
     if isinstance(path, str) and path.partition(":")[0] == "shapes":
         return "shapes"
-    return "wsol" if holds_metadata(path) else "folder"
+    tests = {
+        "wsol": holds_metadata,
+        "cub": holds_cub,
+        "cars": holds_cars,
+        "pets": holds_pets,
+        "ilsvrc": holds_ilsvrc,
+    }
+    return next((name for name, fits in tests.items() if fits(path)), "folder")
 
 
 def read_shapes(path: str | Path, *, split: str = "train") -> Samples:
@@ -89,7 +103,7 @@ def read_shapes(path: str | Path, *, split: str = "train") -> Samples:
 
 
 def read_folder(path: str | Path, *, split: str = "train") -> Samples:
-    """Class folders of pictures."""
+    """Class folders of pictures, and boxes.csv."""
     from sigcam.data.folder import folder
 
     return folder(path, split=split)
@@ -102,8 +116,40 @@ def read_wsol(path: str | Path, *, split: str = "train") -> Samples:
     return wsol(path, split=split)
 
 
+def read_cub(path: str | Path, *, split: str = "train") -> Samples:
+    """CUB-200-2011 as published."""
+    from sigcam.data.cub import cub
+
+    return cub(path, split=split)
+
+
+def read_cars(path: str | Path, *, split: str = "train") -> Samples:
+    """Stanford Cars as published."""
+    from sigcam.data.cars import cars
+
+    return cars(path, split=split)
+
+
+def read_pets(path: str | Path, *, split: str = "train") -> Samples:
+    """Oxford-IIIT Pet as published."""
+    from sigcam.data.pets import pets
+
+    return pets(path, split=split)
+
+
+def read_ilsvrc(path: str | Path, *, split: str = "train") -> Samples:
+    """ImageNet ILSVRC as published."""
+    from sigcam.data.ilsvrc import ilsvrc
+
+    return ilsvrc(path, split=split)
+
+
 READERS: dict[str, Callable[..., Samples]] = {
     "shapes": read_shapes,
     "folder": read_folder,
     "wsol": read_wsol,
+    "cub": read_cub,
+    "cars": read_cars,
+    "pets": read_pets,
+    "ilsvrc": read_ilsvrc,
 }  # (path, split=) -> Samples

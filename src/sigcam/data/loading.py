@@ -37,20 +37,29 @@ class Batch:
 
 
 def collect(
-    samples: Samples, transform: Callable[[Image.Image], Tensor], *, batch_size: int, workers: int = 0
+    samples: Samples,
+    transform: Callable[[Image.Image], Tensor],
+    *,
+    batch_size: int,
+    workers: int = 0,
+    spawn: bool = False,
+    seed: int = 0,
 ) -> Iterator[Batch]:
     """The samples in order, one Batch per `batch_size` of them; those that raise DataError are in `skipped`.
 
     Args:
         transform: gives a (3, H, W) float tensor, of one size for all; picklable if there are workers.
         workers: processes that decode; 0 decodes in this one.
+        spawn: starts them afresh, as a process that uses CUDA must not be forked.
+        seed: of what a random transform draws in the workers.
     """
     loader = DataLoader(
         _Readings(samples, transform),
         batch_size=batch_size,
         num_workers=workers,
         collate_fn=_join,
-        generator=torch.Generator(),  # else every loop draws a seed from the caller's
+        multiprocessing_context="spawn" if spawn and workers else None,
+        generator=torch.Generator().manual_seed(seed),  # else every loop draws a seed from the caller's
     )
     yield from loader
 

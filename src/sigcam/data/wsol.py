@@ -72,6 +72,7 @@ def wsol(root: str | Path, *, split: str = "train", pictures: bool = True) -> Sa
             boxes[id] if boxes else None,
             partial(open_masks, *map(tuple, masks[id])) if masks else None,
             sizes.get(id),
+            files.get(id),
         )
         for id in ids
     ]

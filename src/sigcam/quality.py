@@ -1,0 +1,112 @@
+"""How good scores of independent classes are: average precision, AUC, calibration; exact, all classes at
+once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BINS = 15
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A reliability diagram: per bin of the score the mean score, the share of positives, and the count; and
+    the expected calibration error, their mean distance weighted by counts."""
+
+    score: tuple[float, ...]
+    share: tuple[float, ...]
+    count: tuple[int, ...]
+    error: float
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How well a branch that was fitted without them does on held-out images.
+
+    Args:
+        average_precision, auroc: of each class, NaN where no held-out image shows it; of one logit, of its
+            absence and its presence.
+        calibration: of the scores of all classes.
+        shifted: the same with log(pos_weight) taken off the logits.
+    """
+
+    images: int
+    average_precision: tuple[float, ...]
+    auroc: tuple[float, ...]
+    calibration: Calibration
+    shifted: Calibration
+
+    @property
+    def mean_average_precision(self) -> float:
+        """Over the classes that could be scored."""
+        return float(torch.tensor(self.average_precision).nanmean())
+
+    @property
+    def mean_auroc(self) -> float:
+        """Over the classes that could be scored."""
+        return float(torch.tensor(self.auroc).nanmean())
+
+
+def quality_of(logits: Tensor, targets: Tensor, pos_weight: Tensor) -> Quality:
+    """Of logits and targets (B, C) of held-out images."""
+    shifted = logits - pos_weight.log().to(logits)
+    return Quality(
+        len(logits),
+        tuple(average_precision(*both_ways(logits, targets)).tolist()),
+        tuple(auroc(*both_ways(logits, targets)).tolist()),
+        calibration(logits.sigmoid(), targets),
+        calibration(shifted.sigmoid(), targets),
+    )
+
+
+def both_ways(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """As they are; of one logit, columns for its absence and its presence."""
+    if logits.shape[1] > 1:
+        return logits, targets
+    return torch.cat([-logits, logits], 1), torch.cat([1 - targets, targets], 1)
+
+
+def average_precision(scores: Tensor, targets: Tensor) -> Tensor:
+    """(C,) mean over positives of the precision at their score, for scores and targets (B, C); equal scores
+    are taken together. NaN for a class without positives."""
+    hits, ranks, last = _ranked(scores, targets)
+    precision = hits / ranks  # (B, C), right at the last of equal scores
+    gained = torch.diff(
+        torch.where(last, hits, 0.0).cummax(0).values, dim=0, prepend=torch.zeros_like(hits[:1])
+    )
+    return (precision * gained).sum(0) / hits[-1]
+
+
+def auroc(scores: Tensor, targets: Tensor) -> Tensor:
+    """(C,) the chance that a positive scores higher than a negative, equals counting half; NaN where either
+    is missing."""
+    hits, ranks, last = _ranked(scores, targets)
+    misses = ranks - hits
+    at = [torch.where(last, x, 0.0).cummax(0).values for x in (hits, misses)]
+    rise, run = (torch.diff(x, dim=0, prepend=torch.zeros_like(x[:1])) for x in at)
+    area = (run * (at[0] - rise / 2)).sum(0)
+    return area / (hits[-1] * misses[-1])
+
+
+def _ranked(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From the highest score down: positives so far, images so far, and whether the next score is lower."""
+    ordered, order = scores.double().sort(0, descending=True)
+    hits = targets.double().gather(0, order).cumsum(0)
+    ranks = torch.arange(1, len(scores) + 1, dtype=torch.float64, device=scores.device)[:, None]
+    last = torch.ones_like(hits, dtype=torch.bool)
+    last[:-1] = ordered[:-1] != ordered[1:]
+    return hits, ranks.expand_as(hits), last
+
+
+def calibration(scores: Tensor, targets: Tensor) -> Calibration:
+    """Of probabilities (B, C), every class of every image alike."""
+    flat, truth = scores.double().flatten(), targets.double().flatten()
+    bins = (flat * BINS).long().clamp(max=BINS - 1)
+    count = bins.bincount(minlength=BINS)
+    sums = [torch.zeros(BINS, dtype=torch.float64).index_add(0, bins, x) for x in (flat, truth)]
+    score, share = (total / count.clamp(min=1) for total in sums)
+    error = ((score - share).abs() * count).sum() / max(len(flat), 1)
+    return Calibration(tuple(score.tolist()), tuple(share.tolist()), tuple(count.tolist()), float(error))
