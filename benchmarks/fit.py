@@ -94,7 +94,7 @@ def main() -> None:
         searched, searched_seconds = timed(fit, fresh(), samples, config, cache=cache)
     console.print(f"fast: {cold_seconds:.1f} s, again {warm_seconds:.1f} s")
     labels = torch.tensor([sample.label for sample in samples])
-    held = _held_out(as_targets(labels, len(samples.classes)), config)
+    held = _held_out(labels, config)
     parts = [
         Samples(tuple(s for s, h in zip(samples, held.tolist(), strict=True) if h == k), samples.classes)
         for k in (False, True)

@@ -38,6 +38,7 @@ from sigcam import sweep as kernels
 from sigcam.boxes import THRESHOLDS, Mode, best_ious, scaled_boxes, to_levels
 from sigcam.data import Samples, open_dataset
 from sigcam.data.loading import collect
+from sigcam.metrics import MaxBoxAccV2, PxAP
 from sigcam.models import load_classifier
 
 Array = NDArray[Any]
@@ -234,6 +235,27 @@ def stages(case: Case, images: int = 12, repeats: int = 10) -> dict[str, float]:
     return found
 
 
+def stream(count: int = 50_000, size: int = 56, batch: int = 100) -> dict[str, float]:
+    """Megabytes that the process takes after a tenth, half and all of a stream of made maps, each drawn when
+    it is asked for, counted by box and by pixel."""
+    boxed, pixels = MaxBoxAccV2(), PxAP()
+    generator, taken = torch.Generator().manual_seed(0), dict[str, float]()
+    box = torch.tensor([[size // 4, size // 4, size // 2, size // 2]])
+    masks = torch.zeros(batch, size, size, dtype=torch.uint8)
+    masks[:, size // 4 : size // 2, size // 4 : size // 2] = 1
+    for done in range(batch, count + 1, batch):
+        coarse = torch.rand(batch, 1, 7, 7, generator=generator)
+        maps = torch.nn.functional.interpolate(coarse, size, mode="bilinear")[:, 0]
+        boxed.update(maps, [box] * batch)
+        pixels.update(maps, masks)
+        if done in (count // 10, count // 2, count):
+            line = next(
+                x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmRSS")
+            )
+            taken[f"after {done}"] = int(line.split()[1]) / 1024
+    return taken
+
+
 # ----------------------------------------------------------------------------------------------- reporting
 
 
@@ -245,6 +267,7 @@ def main() -> None:
     for mode in MODES:  # compiled, or read from numba's cache, before the clock runs
         best_ious(cases[0].maps[:2], cases[0].boxes[:2], mode=mode)
     rows = [row for case in cases for row in measure(case, cores)]
+    memory = stream()
     torch.set_num_threads(1)
     parts = {case.name: stages(case) for case in cases}
     table = Table("maps", "contours", "loop, ms / image", "sweep", "ratio", f"sweep, {cores} cores")
@@ -265,6 +288,7 @@ def main() -> None:
     console.print(
         f"real maps: {ratio:.4f} of the loop; at most {BUDGET}: {'kept' if ratio <= BUDGET else 'NOT KEPT'}"
     )
+    console.print("memory, MB: " + ", ".join(f"{name} maps {mb:.0f}" for name, mb in memory.items()))
     packages = ("numpy", "numba", "torch", "opencv-python-headless")
     result = {
         "command": "make bench",
@@ -277,6 +301,7 @@ def main() -> None:
         "budget": {"what": "real maps, all contours: sweep / loop", "ratio": ratio, "at_most": BUDGET},
         "rows": rows,
         "stages_ms": parts,
+        "stream_mb": memory,
     }
     path = Path(__file__).parent / "results" / "metrics.json"
     path.parent.mkdir(exist_ok=True)

@@ -21,12 +21,14 @@ from tiny import Gap, images
 from torch import Tensor
 
 from sigcam import cache as cache_room
+from sigcam import features as features_room
 from sigcam.cache import CHUNK, SUM, Store, caches, clear, find_store
 from sigcam.config import FitConfig
 from sigcam.data import Sample, Samples
 from sigcam.data.folder import folder
 from sigcam.dual import DualBranch, attach
 from sigcam.errors import DataError
+from sigcam.features import pooled_of
 from sigcam.fitting import fit
 from sigcam.models import Preprocess
 
@@ -52,23 +54,18 @@ def network() -> DualBranch:
     return net
 
 
-class Counted:
-    """How many images passed the backbone."""
-
-    def __init__(self, net: DualBranch) -> None:
-        self.seen = 0
-        net.model.register_forward_pre_hook(self.count)
-
-    def count(self, module: object, args: tuple[Tensor, ...]) -> None:
-        self.seen += len(args[0])
-
-
 def fitted(samples: Samples, root: Path | None, config: FitConfig = GIVEN) -> tuple[Tensor, int]:
-    """The branch's weights, and how many images it took (less the one that tells the features' shape)."""
-    net = network()
-    counted = Counted(net)
-    fit(net, samples, config, cache=root)
-    return net.last_layer("sigmoid").get_parameter("weight").detach().clone(), counted.seen
+    """The branch's weights, and how many images passed the backbone."""
+    net, seen = network(), list[int]()
+
+    def counted(net: DualBranch, images: Tensor, *args: Any, **options: Any) -> Tensor:
+        seen.append(len(images))
+        return pooled_of(net, images, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(features_room, "pooled_of", counted)
+        fit(net, samples, config, cache=root)
+    return net.last_layer("sigmoid").get_parameter("weight").detach().clone(), sum(seen)
 
 
 def only(root: Path) -> Path:
@@ -180,7 +177,6 @@ def test_a_picture_that_cannot_be_read_is_named_every_time_until_it_is_repaired(
         assert "not a picture" in result.skipped[0][1]
         assert result.images == len(samples) - 1
     path.write_bytes(good)
-    os.utime(path, (2, 2))
     assert fit(network(), samples, GIVEN, cache=root).skipped == ()
 
 
@@ -249,6 +245,7 @@ def test_caches_are_listed_and_cleared_and_nothing_else_is(made: Any) -> None:
     samples, root, _, _ = made
     (root / "notes").mkdir()
     (root / "notes" / "mine.txt").write_text("keep")
+    (root / "notes" / "about.json").write_text("{}")  # of somebody's own
     fitted(samples[:64], root)
     held = caches(root)
     assert [each.about["images"] for each in held] == [64, 150]
@@ -328,3 +325,27 @@ def killed(tmp_path: Path, kills: int) -> None:
 
 def test_a_fit_that_was_killed_again_and_again_ends_as_if_it_had_not(tmp_path: Path) -> None:
     killed(tmp_path, int(os.environ.get("SIGCAM_KILLS", "3")))
+
+
+@pytest.mark.parametrize("recipe", ["paper", "paper-code"])
+def test_a_recipe_that_was_stopped_goes_on_after_its_last_epoch(tmp_path: Path, recipe: Any) -> None:
+    samples, config = tree(tmp_path / "data", 48), FitConfig(recipe, epochs=4, lr=0.01, batch_size=16)
+    whole = network()
+    wanted = fit(whole, samples, config)
+    net, told = network(), list[str]()
+
+    def stop(stage: str, done: int, total: int) -> None:
+        told.append(stage)
+        if stage == "epoch 3" and done == 32:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(net, samples, config, cache=tmp_path / "cache", progress=stop)
+    assert not net.fitted
+    told.clear()
+    result = fit(net, samples, config, cache=tmp_path / "cache", progress=lambda s, d, t: told.append(s))
+    assert set(told) == {"epoch 3", "epoch 4"}
+    assert result.losses == wanted.losses
+    for ours, theirs in zip(net.sigmoid.parameters(), whole.sigmoid.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert not list((tmp_path / "cache").glob("recipe-*"))

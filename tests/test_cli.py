@@ -280,7 +280,7 @@ def test_a_full_disk_ends_with_one_line_and_leaves_nothing_half_written(monkeypa
         return write(path, data)
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    words = ("fit", "--model", spec(place), "--data", place / "data", "--output", place / "o", "--l2", 0.1)
+    words = ("fit", "--model", spec(place), "--data", place / "data", "--output", place / "o", "--no-cache")
     capsys.readouterr()
     assert run(monkeypatch, *words) == 2
     assert "No space left on device" in capsys.readouterr().err.strip().splitlines()[-1]
@@ -371,3 +371,59 @@ def test_a_branch_that_was_never_fitted_is_refused(monkeypatch, place, capsys):
     sigcam.attach(load_classifier(spec(place)).model).save(place / "raw.safetensors")
     words = ("explain", place / "data" / "cat", "--model", spec(place), "--output", place / "o")
     assert "never fitted" in refuses(monkeypatch, capsys, *words, "--branch", place / "raw.safetensors")
+
+
+def test_explain_goes_on_where_it_was_stopped(monkeypatch, place, capsys):
+    from sigcam import picturing
+
+    whole, real, seen = place / "whole", picturing.explain, list[int]()
+    words = ("explain", place / "data", "--model", spec(place), "--branch", "centred", "--batch-size", 2)
+    assert run(monkeypatch, *words, "--output", whole) == 0
+
+    def counted(net, pictures, *args, **options):
+        if len(seen) == 2 and not (place / "again").exists():
+            raise KeyboardInterrupt
+        seen.append(len(pictures))
+        return real(net, pictures, *args, **options)
+
+    monkeypatch.setattr(picturing, "explain", counted)
+    assert run(monkeypatch, *words, "--output", place / "part") == 130
+    assert not (place / "part" / "explanation.json").exists()
+    with (place / "part" / ".explain.jsonl").open("a") as file:
+        file.write('{"image": "cut o')  # a kill in the middle of a line
+    (place / "again").touch()
+    assert run(monkeypatch, *words, "--output", place / "part") == 0
+    rows = [json.loads((folder / "explanation.json").read_text()) for folder in (whole, place / "part")]
+    assert rows[0] == rows[1]
+    assert sum(seen) == len(rows[0])  # each picture once
+    assert sorted(p.name for p in whole.iterdir()) == sorted(p.name for p in (place / "part").iterdir())
+
+
+def test_caches_are_listed_and_cleared(monkeypatch, place, capsys):
+    words = ("fit", "--model", spec(place), "--data", place / "data", "--l2", 0.1, "--output", place / "f")
+    assert run(monkeypatch, *words, "--cache", place / "cache") == 0
+    capsys.readouterr()
+    assert run(monkeypatch, "cache", "list", "--cache", place / "cache", "--json") == 0
+    (held,) = json.loads(capsys.readouterr().out)["caches"]
+    assert held["images"] == len(list((place / "data").glob("*/*.png"))) and held["view"] == "plain"
+    assert "no cache nonsense" in refuses(
+        monkeypatch, capsys, "cache", "clear", "nonsense", "--cache", place / "cache"
+    )
+    assert run(monkeypatch, "cache", "clear", "--cache", place / "cache") == 0
+    assert "removed 1 cache(s)" in capsys.readouterr().out
+    assert run(monkeypatch, "cache", "list", "--cache", place / "cache") == 0
+    assert "0 cache(s)" in capsys.readouterr().out
+
+
+def test_fit_takes_images_or_features(monkeypatch, place, capsys, tmp_path):
+    assert "one of them" in refuses(monkeypatch, capsys, "fit", "--model", spec(place))
+    import numpy as np
+
+    for name, held in (("a.npz", {"labels": np.zeros(3)}), ("b.npz", {"plain": np.zeros((3, 2))})):
+        np.savez(tmp_path / name, **held)
+        said = refuses(monkeypatch, capsys, "fit", "--model", spec(place), "--features", tmp_path / name)
+        assert name in said and ("plain" in said or "labels" in said)
+    (tmp_path / "c.npz").write_bytes(b"")
+    assert "cannot read" in refuses(
+        monkeypatch, capsys, "fit", "--model", spec(place), "--features", tmp_path / "c.npz"
+    )

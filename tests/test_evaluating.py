@@ -362,7 +362,7 @@ def test_nonsense_is_refused_before_anything_is_drawn(net: DualBranch, samples: 
     refuses(lambda: evaluate(net, []), "no samples")
     refuses(lambda: evaluate(net.model, samples), "attach")  # type: ignore[arg-type]
     refuses(lambda: some(transform=replace(FIT, resize=20)), "cuts the middle")
-    refuses(lambda: evaluate(net, Samples(samples.items, ("a", "b", "c"))), "3 classes", "4")
+    refuses(lambda: evaluate(net, Samples(samples.items, ("a", "b", "c"))), "3 classes", "label 3")
     net.transform = None
     refuses(lambda: evaluate(net, samples), "transform")
 

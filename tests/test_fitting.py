@@ -29,7 +29,7 @@ from sigcam.dual import DualBranch, attach
 from sigcam.errors import DataError
 from sigcam.features import Features
 from sigcam.fitting import FitResult, _held_out, fit
-from sigcam.labels import as_targets, balanced_bce, match_classes, pos_weights
+from sigcam.labels import as_targets, balanced_bce, match_classes, pos_weights, positives_of
 from sigcam.models import Preprocess
 from sigcam.recipes import Augmented
 
@@ -476,11 +476,11 @@ def test_the_search_takes_the_strongest_penalty_within_an_error_of_the_best() ->
 
 def test_held_out_images_are_a_share_of_every_class_and_none_is_emptied() -> None:
     labels = torch.tensor([0] * 10 + [1] * 5 + [2] * 2 + [3])
-    held = _held_out(as_targets(labels, 4), FitConfig())
+    held = _held_out(labels, FitConfig())
     assert [int(held[labels == k].sum()) for k in range(4)] == [2, 1, 1, 0]
-    assert torch.equal(held, _held_out(as_targets(labels, 4), FitConfig()))
-    assert not torch.equal(held, _held_out(as_targets(labels, 4), FitConfig(seed=1)))
-    assert not _held_out(as_targets(labels, 4), FitConfig(holdout=0)).any()
+    assert torch.equal(held, _held_out(labels, FitConfig()))
+    assert not torch.equal(held, _held_out(labels, FitConfig(seed=1)))
+    assert not _held_out(labels, FitConfig(holdout=0)).any()
 
 
 def test_quality_is_of_a_branch_that_did_not_see_the_images() -> None:
@@ -538,10 +538,15 @@ def test_features_can_be_fitted_on_alone() -> None:
 
 
 def test_weights_of_positives_by_number_by_classes_and_by_counts() -> None:
-    targets = as_targets(torch.tensor([0, 0, 0, 1, 2, 2]), 4)
-    assert pos_weights("balanced", targets).tolist() == [3, 3, 3, 3]
-    assert pos_weights(2.5, targets).tolist() == [2.5] * 4
-    assert pos_weights("counts", targets).tolist() == [1, 5, 2, 1]
+    positives = positives_of(torch.tensor([0, 0, 0, 1, 2, 2]), 4)
+    assert (
+        positives.tolist()
+        == positives_of(as_targets(torch.tensor([0, 0, 0, 1, 2, 2]), 4), 4).tolist()
+        == [3, 1, 2, 0]
+    )
+    assert pos_weights("balanced", positives, 6).tolist() == [3, 3, 3, 3]
+    assert pos_weights(2.5, positives, 6).tolist() == [2.5] * 4
+    assert pos_weights("counts", positives, 6).tolist() == [1, 5, 2, 1]
     net = fresh()
     result = fit(net, TensorDataset(*easy_data()[:]), replace(GIVEN, pos_weight="counts"))
     assert result.pos_weight == 3.0  # all alike: one number
@@ -653,6 +658,7 @@ BAD: dict[str, tuple[object, str]] = {
     "single items": (DataLoader(Items((X, 0)), batch_size=None), r"not \(3, 16, 16\)"),
     "a number": (5, "fit takes Samples, a torch Dataset or a DataLoader, not int"),
     "unlabelled": (Samples((NO_LABEL,), NAMES), "labelled"),
+    "sample label negative": ([Sample("x.png", partial(colour, 1), -1)], r"image x\.png has label -1"),
     "unreadable": (Samples((UNREADABLE,), NAMES), "none of 1 could be read, the first: x.png cannot be"),
     "no samples": (Samples((), NAMES), "there are no images"),
 }

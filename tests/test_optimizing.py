@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrizations, prune
 
-from sigcam import explain
+from sigcam import attach, explain
 from sigcam.errors import AttachError
 from sigcam.optimizing import PackedConv2d, agree, optimized
 
@@ -307,3 +307,11 @@ def test_inference_mode_and_its_tensors_are_fine() -> None:
     assert norms(fast) == 0
     assert not any(tensor.is_inference() for tensor in (*fast.parameters(), *fast.buffers()))
     fast(images().requires_grad_()).sum().backward()
+
+
+def test_nan_in_an_image_is_not_hidden_by_a_fused_activation() -> None:
+    net = attach(torchvision.models.resnet18(weights=None).eval(), optimize=True)
+    batch = torch.randn(2, 3, 64, 64)
+    batch[1, 0, 5, 5] = torch.nan
+    seen = net(batch)
+    assert bool(seen.features[0].isfinite().all()) and bool(seen.features[1].isnan().any())

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import torch
 import typer
@@ -104,7 +105,7 @@ def read_features(path: Path) -> Features:
             labels = torch.from_numpy(held["labels"].astype(np.int64))
     except FileNotFoundError:
         raise DataError(f"{path} does not exist.") from None
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
         raise DataError(
             f"cannot read {path} as features: {error}. It must be an .npz file with arrays plain and labels."
         ) from error

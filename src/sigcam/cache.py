@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -167,6 +168,8 @@ def caches(root: Path) -> list[Held]:
     found = list[Held]()
     for about in root.glob("*/about.json"):
         folder = about.parent
+        if not re.fullmatch("[0-9a-f]{24}", folder.name) or not (folder / "sums.bin").is_file():
+            continue  # somebody else's
         try:
             files = [file.stat() for file in folder.iterdir()]
             facts = json.loads(about.read_text())

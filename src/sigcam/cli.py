@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
 from sigcam.config import FitConfig, TrainConfig
-from sigcam.console import progress_bar, show_caches, show_maps, show_skips, show_table
+from sigcam.console import progress_bar, show_caches, show_table
 from sigcam.options import options_of
 
 app = typer.Typer(
@@ -212,86 +212,11 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Draw evidence maps of pictures: an overlay (PNG), the map (NPY) and the scores (JSON) for each."""
-    from sigcam.data import open_dataset
-    from sigcam.data.folder import pictures as open_pictures
-    from sigcam.dual import fingerprint
-    from sigcam.errors import DataError
-    from sigcam.explaining import Drawing
-    from sigcam.explaining import explain as explain_images
-    from sigcam.manifest import data_fingerprint, try_folder, write_manifest, write_text
-    from sigcam.opening import (
-        attach_to,
-        batches,
-        branch_file,
-        class_index,
-        file_names,
-        open_branch,
-        open_classifier,
-    )
+    from sigcam.picturing import Options, draw_pictures
 
-    if not pictures and not data:
-        raise DataError("no pictures: give image files or a folder, e.g. `sigcam explain photo.jpg`.")
-    fitted = branch not in ("softmax", "centred")
-    source: Any = "sigmoid" if fitted else branch
-    Drawing(method, source, clamp, cast(Any, target), cast(Any, scale), top_n=top_n).checked()
-    samples = open_pictures(pictures) if pictures else open_dataset(data, format=format, split="test")
-    if fitted:
-        branch_file(branch, "embedded" if model == "embedded" and weights is None else "")
-        if head or layer:
-            raise DataError("--head and --layer are part of a fitted branch: leave them out, or refit.")
-    try_folder(output)
-    classifier = open_classifier(model, weights, crop, device)
-    net = open_branch(branch, classifier) if fitted else attach_to(classifier, head, layer)
-    index = class_index(classes, net)
-    rows, skipped, names = list[dict[str, Any]](), list[tuple[str, str]](), file_names(samples)
-    with progress_bar() as progress:
-        for batch in batches(samples, classifier, batch_size, workers, skipped):
-            chosen = [samples[i] for i in batch.indices]
-            ex = explain_images(
-                net,
-                [sample.open() for sample in chosen],
-                method,
-                branch=source,
-                clamp=clamp,
-                classes=index,
-                target=cast(Any, target),
-                scale=cast(Any, scale),
-                layers=layers.split(",") if layers else None,
-                zoom=zoom,
-                stride=cast(Any, stride),
-                aug_smooth=aug_smooth,
-                top_n=top_n,
-            )
-            boxes = ex.boxes(threshold)
-            for sample, row, box in zip(chosen, ex.rows(), boxes, strict=True):
-                row |= {"box": box[0].tolist(), "threshold": threshold}
-                rows.append({"image": sample.id, **row})
-            ex.save(output, [names[i] for i in batch.indices], threshold=threshold)
-            progress("maps", batch.indices[-1] + 1, len(samples))
-    if not rows:
-        raise DataError(f"none of the {len(samples)} pictures could be read; the first: {skipped[0][1]}")
-    write_text(output / "explanation.json", json.dumps(rows, indent=1))
-    write_manifest(
-        output,
-        model=classifier.name,
-        model_fingerprint=fingerprint(net.origin),
-        branch=branch,
-        data_fingerprint=data_fingerprint(samples),
-        method=method,
-        target=target,
-        layers=layers,
-        zoom=zoom,
-        stride=stride,
-        aug_smooth=aug_smooth,
-        skipped=skipped,
-        numbers=rows,
-    )
-    if as_json:
-        typer.echo(json.dumps(rows, indent=1))
-        return
-    show_maps(rows, fitted)
-    show_skips(skipped)
-    typer.echo(f"{len(rows)} overlay(s), maps and explanation.json are in {output}")
+    what = (pictures or (), data, format, model, weights, branch, method, target, layers, zoom, stride)
+    how = (aug_smooth, top_n, classes, scale, clamp, threshold, output, batch_size, workers, device)
+    draw_pictures(Options(*what, *how, head, layer, crop), as_json)
 
 
 @app.command()
@@ -312,6 +237,9 @@ def evaluate(
     ] = None,
     method: Annotated[str, typer.Option("--method", help="cam,grad-cam, ...")] = "grad-cam",
     metrics: Annotated[str | None, typer.Option("--metrics", help="max_box_acc_v2,pxap, ...")] = None,
+    scorer: Annotated[
+        str, typer.Option("--scorer", help="Who scores confidence: softmax,sigmoid,branch; or some of them.")
+    ] = "softmax",
     val_split: Annotated[
         str | None, typer.Option("--val-split", help="Choose thresholds on this split, too.")
     ] = None,
@@ -330,8 +258,41 @@ def evaluate(
     from sigcam.measuring import Options, measure_and_report
 
     wanted = (data, format, split, val_split, limit, maps, model, weights, branch, branches, method, metrics)
-    options = Options(*wanted, intervals, head, layer, output, batch_size, workers, device)
+    options = Options(*wanted, scorer, intervals, head, layer, output, batch_size, workers, device)
     measure_and_report(options, threads, as_json)
+
+
+@app.command()
+def bench(
+    target: Annotated[
+        str, typer.Argument(help="table1, table2, nwc, pos-weight, overhead, figures, or all of them.")
+    ],
+    data: Annotated[
+        Path, typer.Option("--data", help="Folder with cub, cars, ilsvrc, pets, or some of them.")
+    ],
+    model: Annotated[str, typer.Option("--model", help="The frozen backbone under test.")] = "embedded",
+    output: Output = Path("bench"),
+    full: Annotated[
+        bool, typer.Option("--full", help="Measure confidence on all images, not on 300.")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A first look: 100 images, nothing enlarged.")
+    ] = False,
+    batch_size: BatchSize = 16,
+    workers: Workers = 0,
+    device: Device = "cpu",
+    threads: Threads = None,
+    seed: Seed = 0,
+) -> None:
+    """Make the paper's tables and figures on your data, with controls and intervals; it can be resumed."""
+    from sigcam.bench.command import run_bench
+    from sigcam.bench.run import Plan
+
+    some, zoom = (100, 1.0) if quick else (None, 2.0)
+    plan = Plan(
+        data, output, None if full else some or 300, some, zoom, model, device, batch_size, workers, seed
+    )
+    run_bench(target, plan, threads)
 
 
 cache_app = typer.Typer(help="Look at cached features, or remove them.", no_args_is_help=True)

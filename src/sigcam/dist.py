@@ -25,14 +25,14 @@ def together(device: str = "cpu") -> Iterator[str]:
     if "LOCAL_RANK" not in os.environ or dist.is_initialized():
         yield device
         return
-    kind = torch.device(device)
-    if kind.type == "cuda" and kind.index is None:
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
+    on_gpu = device.partition(":")[0] == "cuda"
     try:
-        dist.init_process_group("nccl" if kind.type == "cuda" else "gloo", timeout=PATIENCE)
-    except (RuntimeError, ValueError) as error:
-        raise DataError(f"the processes of torchrun cannot reach each other: {error}") from error
+        if on_gpu:
+            device = device if ":" in device else f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=PATIENCE)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise DataError(f"torchrun's processes cannot work together on {device}: {error}") from error
     try:
         yield device
     finally:

@@ -181,9 +181,10 @@ class DualBranch(nn.Module):
         forced: bool = False,
         swap: Tensor | None = None,
     ) -> Tap:
-        keeps = self._softmax_tail is not None
-        tap = Tap(self.model, self.split, places, grad=grad, forced=forced, outputs=keeps, swap=swap)
-        return tap.run(images)
+        hides = getattr(self.model, "hides_nan", False) and not bool(images.isfinite().all())
+        model = self.origin if hides else self.model
+        how: Any = {"grad": grad, "forced": forced, "outputs": self._softmax_tail is not None, "swap": swap}
+        return Tap(model, self.split, places, **how).run(images)
 
     def place(self, layer: str | nn.Module) -> Place:
         """Where the features of another layer, given by name or itself, leave the network."""
@@ -221,8 +222,7 @@ class DualBranch(nn.Module):
         return self._recording[places]
 
     def save(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Writes the branch alone, with what is needed to check that it fits, as safetensors; float16 takes
-        half the room."""
+        """Writes the branch alone, and what is needed to check that it fits, as safetensors in `dtype`."""
         from safetensors.torch import save
 
         path = Path(path)

@@ -98,13 +98,19 @@ class Explanation:
         return [with_boxes(d, b.tolist()) for d, b in zip(drawn, self.boxes(boxes), strict=True)]
 
     def save(
-        self, folder: str | Path, names: Sequence[str] | None = None, *, threshold: float | None = None
+        self,
+        folder: str | Path,
+        names: Sequence[str] | None = None,
+        *,
+        threshold: float | None = None,
+        scores: bool = True,
     ) -> list[Path]:
         """Writes overlays (PNG), maps (NPY) and scores (explanation.json); returns the overlays' paths.
 
         Args:
             names: of the files, without ending; by default 0000, 0001, ...
             threshold: draws the box at this threshold on the overlay.
+            scores: False leaves explanation.json out.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +121,8 @@ class Explanation:
             picture.save(written[-1])
             np.save(folder / f"{stem}.npy", values.detach().cpu().float().numpy())
         about = [row | {"name": stem} for stem, row in zip(names, self.rows(), strict=True)]
-        (folder / "explanation.json").write_text(json.dumps(about, indent=1))
+        if scores:
+            (folder / "explanation.json").write_text(json.dumps(about, indent=1))
         return written
 
     def rows(self) -> list[dict[str, Any]]:

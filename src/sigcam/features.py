@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,9 +21,10 @@ from sigcam.data import Sample, Samples
 from sigcam.data.loading import collect
 from sigcam.dist import gathered, mine, rank, wait, world
 from sigcam.dual import DualBranch, fingerprint, gap_weight
-from sigcam.errors import DataError
-from sigcam.labels import as_targets, match_classes
+from sigcam.errors import AttachError, DataError
+from sigcam.labels import as_targets, check_labels, match_classes
 from sigcam.models import Preprocess
+from sigcam.optimizing import optimized
 from sigcam.trace import chunks
 
 log = logging.getLogger("sigcam")
@@ -76,7 +78,7 @@ def extract(
     began, stage = time.perf_counter(), "features" if labelled else "negatives"
     linear = linear_layer(net) is not None
     if isinstance(data, Features):
-        found = _given(net, data, config, linear)
+        found = _given(net, data, config, linear, labelled)
     elif isinstance(data := as_samples(data, net), Samples):
         transform = transform or net.transform
         if transform is None:
@@ -87,14 +89,14 @@ def extract(
             if any(sample.label is None for sample in data):
                 raise DataError("fitting needs labelled samples.")
             labels = torch.tensor([sample.label for sample in data], dtype=torch.int64)
-            as_targets(labels, net.classes)  # refuses what is beyond the classes
-        reader = _Reader(net, data, config, transform, linear, stage, progress)
+            check_labels(labels, net.classes)
+        reader = _Reader(quicker(net), data, config, transform, linear, stage, progress)
         found = reader.read(cache)
         found = replace(found, labels=labels[found.placed()])
     else:
         if not hasattr(data, "__getitem__") and not hasattr(data, "__iter__"):
             raise DataError(f"fit takes Samples, a torch Dataset or a DataLoader, not {type(data).__name__}.")
-        found = _from_batches(net, data, config, linear, progress, stage, labelled)
+        found = _from_batches(quicker(net), data, config, linear, progress, stage, labelled)
     return replace(found, seconds={**found.seconds, stage: time.perf_counter() - began})
 
 
@@ -125,6 +127,18 @@ def linear_layer(net: DualBranch) -> nn.Module | None:
     close = 1e-4 if next(head.parameters()).dtype in (torch.float32, torch.float64) else 3e-2
     scale = expected.abs().max().clamp(min=1e-12)
     return layer if bool((logits - expected).abs().max() <= close * scale) else None
+
+
+def quicker(net: DualBranch) -> DualBranch:
+    """The network around a faster copy of its model, where a CPU runs it: what is lost is less than the
+    rounding of the cache."""
+    if net.device.type != "cpu" or net.model is not net.origin or net.example is None:
+        return net
+    places = (net.split.layer, *net.split.heads, *net.split.last)
+    try:
+        return net.around(optimized(net.model, net.example.to(next(net.model.parameters())), keep=places))
+    except AttachError:  # it cannot be copied
+        return net
 
 
 def reduced(pooled: Tensor, linear: bool) -> Tensor:
@@ -201,15 +215,16 @@ class _Reader:
         shape = tuple(reduced(_example_pooled(self.net), self.linear).shape[1:])
         stores = self._stores(cache, shape)
         own = list(mine(-(-len(self.samples) // CHUNK)))
-        missing = [set(store.missing(own)) for store in stores]
+        missing = [set(store.missing(own)) | self._readable_again(store, own) for store in stores]
         skipped = self._fill(stores, shape, own, missing)
         index = torch.tensor([i for chunk in own for i in self._rows(chunk)], dtype=torch.int64)
         views = [store.read() if world() == 1 else store.read()[index] for store in stores]
-        unread = views[0][:, 0].isnan()
+        unread = torch.stack([view[:, 0].isnan() for view in views]).any(0)
         if bool(unread.any()):
             known = {name for name, _ in skipped}
             again = [self.samples[i] for i in index[unread].tolist()]
-            skipped += [_unreadable(sample) for sample in again if sample.id not in known]
+            reasons = [_unreadable(sample) for sample in again if sample.id not in known]
+            skipped += [(name, why or f"{name} cannot always be read.") for name, why in reasons]
             index, views = index[~unread], [view[~unread] for view in views]
         parts = gathered(skipped)
         place = {sample.id: i for i, sample in enumerate(self.samples)} if any(parts) else {}
@@ -220,6 +235,17 @@ class _Reader:
 
     def _rows(self, chunk: int) -> range:
         return range(chunk * CHUNK, min((chunk + 1) * CHUNK, len(self.samples)))
+
+    def _readable_again(self, store: Store | _InMemory, own: list[int]) -> set[int]:
+        """Chunks with a picture that could not be read when they were made, and now can."""
+        if isinstance(store, _InMemory):
+            return set()
+        unread = store.read()[:, 0].isnan().nonzero()[:, 0].tolist()
+        mine, found = set(own), set[int]()
+        for i in unread:
+            if i // CHUNK in mine - found and not isinstance(_unreadable(self.samples[i])[1], str):
+                found.add(i // CHUNK)
+        return found
 
     def _fill(
         self, stores: Sequence[Any], shape: tuple[int, ...], own: list[int], missing: list[set[int]]
@@ -255,14 +281,14 @@ class _Reader:
     def _stores(self, cache: Path | None, shape: tuple[int, ...]) -> Sequence[Store | _InMemory]:
         net, config, views = self.net, self.config, range(self.config.views)
         told = str(self.transform) if isinstance(self.transform, Preprocess) else None
-        if cache is None or told is None:
-            if cache is not None:
-                log.warning(
-                    "features are kept in memory: a transform of your own has no name to find them by."
-                )
+        nameless = any(sample.path is None for sample in self.samples)
+        if cache is None or told is None or nameless:
+            if cache is not None and not nameless:
+                log.warning("features stay in memory: a transform of your own has no name to find them by.")
             return [_InMemory(len(self.samples), shape, config) for _ in views]
         facts = {
             "model": type(net.model).__name__,
+            "graph": hashlib.blake2b(repr(net.origin).encode(), digest_size=8).hexdigest(),
             "weights": fingerprint(net.origin),
             "layer": net.split.layer,
             "heads": list(net.split.heads),
@@ -279,22 +305,23 @@ class _Reader:
         wait()
         for store in stores:
             store.create()
+        wait()
         return stores
 
 
-def _unreadable(sample: Sample) -> tuple[str, str]:
-    """Why a picture cannot be read."""
+def _unreadable(sample: Sample) -> tuple[str, str | None]:
+    """Why a picture cannot be read; None if it can."""
     try:
         sample.open()
     except (DataError, OSError) as error:
         return sample.id, str(error)
-    return sample.id, f"{sample.id} could not be read when its features were computed."
+    return sample.id, None
 
 
 # ---------------------------------------------------------------------------------- tensors without names
 
 
-def _given(net: DualBranch, data: Features, config: FitConfig, linear: bool) -> Features:
+def _given(net: DualBranch, data: Features, config: FitConfig, linear: bool, labelled: bool) -> Features:
     """This process's share of features that somebody else computed."""
     shape = tuple(reduced(_example_pooled(net), linear).shape[1:])
     if not data.views or any(tuple(view.shape[1:]) != shape for view in data.views):
@@ -302,12 +329,16 @@ def _given(net: DualBranch, data: Features, config: FitConfig, linear: bool) -> 
         raise DataError(f"features must be {('n', *shape)} for this head, not {seen}.")
     if any(len(view) != len(data) for view in data.views):
         raise DataError(f"there are {len(data.views[0])} features with {len(data)} labels: give one each.")
-    if any(not bool(torch.isfinite(view).all()) for view in data.views):
-        raise DataError("some of the features are not finite.")
-    if data.labels.ndim == 2 or int(data.labels.min()) >= 0:
-        as_targets(data.labels, net.classes)
+    if len(data.views) < config.views:
+        raise DataError(
+            f"views={config.views} needs as many of the features, and there is {len(data.views)}."
+        )
+    if labelled:
+        check_labels(data.labels, net.classes)
     index = torch.arange(rank(), len(data), world())
-    views = tuple(view[index].to(DTYPES[config.precision]) for view in data.views)
+    views = tuple(view[index].to(DTYPES[config.precision]) for view in data.views[: config.views])
+    if any(not bool(torch.isfinite(view).all()) for view in views):
+        raise DataError(f"some of the features are not finite in {config.precision}.")
     return replace(data, views=views, labels=data.labels[index], index=index)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 from dataclasses import asdict, dataclass
@@ -14,8 +16,8 @@ from torch import Tensor
 from sigcam.config import FitConfig
 from sigcam.data import Samples
 from sigcam.data.folder import pictures
-from sigcam.dist import from_first, gathered, rank, world
-from sigcam.dual import DualBranch
+from sigcam.dist import from_first, gathered
+from sigcam.dual import DualBranch, fingerprint
 from sigcam.errors import DataError
 from sigcam.features import (
     Data,
@@ -29,7 +31,7 @@ from sigcam.features import (
     linear_layer,
     seeded,
 )
-from sigcam.labels import as_targets, match_classes, pos_weights
+from sigcam.labels import check_labels, match_classes, pos_weights, positives_of
 from sigcam.quality import Quality
 from sigcam.recipes import Outcome, Table, solve_head, train_cached, train_fresh
 from sigcam.solving import Rows
@@ -98,19 +100,30 @@ def fit(
     with torch.inference_mode(False), seeded(config.seed, net.device):
         linear = linear_layer(net) is not None
         check_config(config, linear=linear, negatives=negatives is not None)
+        if config.calibrate and (
+            len(net.sigmoid.copies) > 1 or getattr(net.last_layer("sigmoid"), "bias", None) is None
+        ):
+            raise DataError(
+                "calibrate=True moves the bias of one last layer, and this head has not just one."
+            )
         if config.recipe != "fast":
-            return _fit_fresh(net, data, config, transform, progress)
+            return _fit_fresh(net, data, config, transform, cache, progress)
         root = None if cache is None else Path(cache)
         how: Any = {"transform": transform, "cache": root, "progress": progress}
         found = extract(net, data, config, **how)
         none = None if negatives is None else extract(net, _none(negatives), config, labelled=False, **how)
-        targets = _all_targets(net, found)
-        _check_targets(targets, found.skipped)
-        weights = pos_weights(config.pos_weight, targets)
-        table = _table(net, found, none, targets, config)
+        if none is not None and not sum(gathered(len(none))):
+            raise DataError(
+                f"none of the images without a class could be read, the first: {none.skipped[0][1]}"
+            )
+        labels = _all_labels(found)
+        _check(labels, net.classes, found.skipped)
+        weights = pos_weights(config.pos_weight, positives_of(labels, net.classes), len(labels))
+        table = _table(net, found, none, labels, config)
         outcome = (solve_head if linear else train_cached)(net, table, weights, config, progress)
         seconds = {**found.seconds, **(none.seconds if none else {}), **outcome.seconds}
-        return _put_in(net, data, config, outcome, targets, weights, found.skipped, seconds)
+        skipped = found.skipped + (none.skipped if none else ())
+        return _put_in(net, data, config, outcome, labels, weights, skipped, seconds)
 
 
 def _fit_fresh(
@@ -118,6 +131,7 @@ def _fit_fresh(
     data: Data | Features,
     config: FitConfig,
     transform: Transform | None,
+    cache: str | Path | None,
     progress: Progress | None,
 ) -> FitResult:
     """By one of the paper's recipes."""
@@ -128,14 +142,19 @@ def _fit_fresh(
         data = match_classes(data, net.classes, net.class_names)
         if any(sample.label is None for sample in data):
             raise DataError("fitting needs labelled samples.")
-        labels = [torch.tensor([sample.label for sample in data], dtype=torch.int64)] if len(data) else []
+        parts = [torch.tensor([sample.label for sample in data], dtype=torch.int64)] if len(data) else []
     else:
-        labels = [checked(item, net.classes)[1] for item in batches_of(data, config)]
-    targets = as_targets(torch.cat(labels), net.classes) if labels else torch.empty(0, net.classes)
-    _check_targets(targets, ())
-    weights = pos_weights(config.pos_weight, targets)
-    outcome, skipped = train_fresh(net, data, weights, config, transform, progress)
-    return _put_in(net, data, config, outcome, targets, weights, skipped, outcome.seconds)
+        parts = [checked(item, net.classes)[1] for item in batches_of(data, config)]
+    labels = torch.cat(parts) if parts else torch.empty(0)
+    _check(labels, net.classes, ())
+    weights = pos_weights(config.pos_weight, positives_of(labels, net.classes), len(labels))
+    kept = None
+    if cache is not None and isinstance(data, Samples):
+        about = (asdict(config), fingerprint(net.origin), fingerprint(net.sigmoid), [s.id for s in data])
+        key = hashlib.blake2b(json.dumps(about).encode(), digest_size=12).hexdigest()
+        kept = Path(cache) / f"recipe-{key}.pt"
+    outcome, skipped = train_fresh(net, data, weights, config, transform, progress, kept)
+    return _put_in(net, data, config, outcome, labels, weights, skipped, outcome.seconds)
 
 
 def check_config(config: FitConfig, *, linear: bool | None, negatives: bool) -> None:
@@ -180,50 +199,47 @@ def _none(negatives: Data | Features | str | Path) -> Data | Features:
     return pictures([negatives]) if isinstance(negatives, str | Path) else negatives
 
 
-def _all_targets(net: DualBranch, found: Features) -> Tensor:
-    """Targets (B, C) of the images of all processes, in the data's order."""
+def _all_labels(found: Features) -> Tensor:
+    """Labels, (B,) or (B, C), of the images of all processes, in the data's order."""
     parts = gathered((found.placed(), found.labels))
     index, labels = (torch.cat([part[i] for part in parts]) for i in (0, 1))
-    if not len(labels):
-        return torch.empty(0, net.classes)
-    return as_targets(labels[index.argsort()], net.classes)
+    return labels[index.argsort()]
 
 
-def _check_targets(targets: Tensor, skipped: Skips) -> None:
+def _check(labels: Tensor, classes: int, skipped: Skips) -> None:
     """Refuses what nothing can be learned from, and says which classes are missing."""
-    if not len(targets):
+    if not len(labels):
         unread = f": none of {len(skipped)} could be read, the first: {skipped[0][1]}" if skipped else "."
         raise DataError(f"there are no images to fit on{unread}")
-    counts = _counts(targets)
+    check_labels(labels, classes)
+    counts = _counts(labels, classes)
     present = sum(count > 0 for count in counts)
     if present < 2:
-        raise DataError(f"all {len(targets)} images show one class: a branch learns from at least two.")
+        raise DataError(f"all {len(labels)} images show one class: a branch learns from at least two.")
     if present < len(counts):
         missing, all_of = len(counts) - present, len(counts)
         log.warning("%d of %d classes have no image: their evidence will only ever say no.", missing, all_of)
-    if max(counts) > 10 * min(filter(None, counts)):
-        log.warning(
-            "classes have from %d to %d images; pos_weight='counts' weighs each by its own.",
-            min(filter(None, counts)),
-            max(counts),
-        )
+    least = min(filter(None, counts))
+    if max(counts) > 10 * least:
+        sizes = (least, max(counts))
+        log.warning("classes have from %d to %d images; pos_weight='counts' weighs each by its own.", *sizes)
 
 
-def _counts(targets: Tensor) -> tuple[int, ...]:
+def _counts(labels: Tensor, classes: int) -> tuple[int, ...]:
     """Images of each class; of one logit, without and with it."""
-    positives = [int(n) for n in targets.sum(0)]
-    return tuple(positives) if len(positives) > 1 else (len(targets) - positives[0], positives[0])
+    positives = [int(n) for n in positives_of(labels, classes)]
+    return tuple(positives) if len(positives) > 1 else (len(labels) - positives[0], positives[0])
 
 
 def _table(
-    net: DualBranch, found: Features, none: Features | None, targets: Tensor, config: FitConfig
+    net: DualBranch, found: Features, none: Features | None, everyone: Tensor, config: FitConfig
 ) -> Table:
     """This process's rows: every view of its images, then every view of what shows none of the classes."""
     place, views = found.placed(), len(found.views)
     labels = found.labels[:, None] if net.classes == 1 and found.labels.ndim == 1 else found.labels
     everywhere = torch.cat(gathered(place)).sort().values  # unreadable images have no targets
     held = torch.zeros(int(everywhere[-1]) + 1, dtype=torch.bool)
-    held[everywhere[_held_out(targets, config)]] = True
+    held[everywhere[_held_out(everyone, config)]] = True
     mine = held[place]
     parts = [
         (
@@ -239,28 +255,31 @@ def _table(
     for number, view in enumerate(none.views if none else ()):
         count, no = len(view), torch.zeros(len(view), dtype=torch.bool)
         nothing = labels.new_full((count, *labels.shape[1:]), 0 if labels.ndim == 2 else -1)
-        share = torch.full((count,), config.negatives_weight / views)
-        parts.append(
-            (view, nothing, share, no, no, torch.arange(count) * world() + rank() + (2 + number) * _VIEW)
-        )
+        share = torch.full((count,), config.negatives_weight / len(none.views))  # type: ignore[union-attr]
+        order = none.placed() + (2 + number) * _VIEW  # type: ignore[union-attr]
+        parts.append((view, nothing, share, no, no, order))
     device = torch.device("cpu") if net.device.type == "mps" else net.device  # which has no float64
-    joined = [torch.cat([part[i] for part in parts]).to(device) for i in range(6)]
-    return Table(Rows(*joined[:3]), *joined[3:])
+    joined = [
+        (torch.cat([part[i] for part in parts]) if len(parts) > 1 else parts[0][i]).to(device)
+        for i in range(6)
+    ]
+    features, marks, counts, held_rows, judged, order = joined
+    return Table(Rows(features, marks, counts), held_rows, judged, order)
 
 
-def _held_out(targets: Tensor, config: FitConfig) -> Tensor:
-    """Which of (B, C) images quality is measured on, (B,) bool: of every class the same share, but at least
-    one stays to learn from. The same in every process."""
-    count = len(targets)
+def _held_out(labels: Tensor, config: FitConfig) -> Tensor:
+    """Which of (B,) or (B, C) labelled images quality is measured on, (B,) bool: of every class the same
+    share, but at least one stays to learn from. The same in every process."""
+    count = len(labels)
     share = min(config.holdout, MOST_HELD / count)
-    generator = torch.Generator().manual_seed(config.seed)
-    order = torch.randperm(count, generator=generator)
     held = torch.zeros(count, dtype=torch.bool)
     if share == 0:
         return held
-    first = torch.where(targets.any(1), targets.float().argmax(1), -1)[order]  # of several classes, the first
-    for label in first.unique().tolist():
-        these = order[first == label]
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(config.seed))
+    first = labels
+    if labels.ndim == 2:  # of several classes, the first
+        first = torch.where(labels.any(1), labels.to(torch.uint8).argmax(1), -1)
+    for these in order[first[order].argsort(stable=True)].split(first.unique(return_counts=True)[1].tolist()):
         held[these[: min(max(1, round(share * len(these))), len(these) - 1)]] = True
     return held
 
@@ -270,7 +289,7 @@ def _put_in(
     data: Data | Features,
     config: FitConfig,
     outcome: Outcome,
-    targets: Tensor,
+    labels: Tensor,
     weights: Tensor,
     skipped: Skips,
     seconds: dict[str, float],
@@ -279,16 +298,14 @@ def _put_in(
     state = {name: from_first(tensor) for name, tensor in outcome.head.state_dict().items()}
     net.sigmoid.load_state_dict(state)
     if config.calibrate:
-        bias = getattr(net.last_layer("sigmoid"), "bias", None)
-        if not isinstance(bias, Tensor):
-            raise DataError("calibrate=True moves the last layer's bias, and this one has none.")
+        bias = net.last_layer("sigmoid").get_parameter("bias")
         with torch.no_grad():
-            bias -= weights.log().to(bias)
+            bias.sub_(weights.log().to(bias))
     one = len(set(weights.tolist())) == 1
     weight = float(weights[0]) if one else tuple(weights.tolist())
     net.fitted = True
     net.recipe = asdict(config) | {
-        "images": len(targets),
+        "images": len(labels),
         "pos_weight": weight,
         "l2": outcome.l2,
         "final_loss": outcome.losses[-1],
@@ -302,8 +319,8 @@ def _put_in(
     rows = net.last_layer("sigmoid").get_parameter("weight").detach().flatten(1)
     return FitResult(
         outcome.losses,
-        len(targets),
-        _counts(targets),
+        len(labels),
+        _counts(labels, net.classes),
         weight,
         outcome.l2,
         outcome.search,

@@ -39,6 +39,7 @@ class Options:
     branches: str | None
     method: str
     metrics: str | None
+    scorer: str
     intervals: bool
     head: str | None
     layer: str | None
@@ -105,7 +106,8 @@ def _measure_maps(options: Options, maps: Path, progress: Progress) -> Result:
         samples = wsol(data, split=split, pictures=False)
     else:
         samples = open_dataset(data, format=options.format, split=split)
-    try_folder(options.output)
+    if rank() == 0:
+        try_folder(options.output)
     return evaluate_maps(
         maps,
         _first(samples, options.limit),
@@ -142,7 +144,8 @@ def _measure_network(options: Options, progress: Progress) -> Result:
     held: Samples | None = None
     if options.val_split:
         held = open_dataset(options.data, format=options.format, split=options.val_split)
-    try_folder(options.output)
+    if rank() == 0:
+        try_folder(options.output)
     classifier = open_classifier(options.model, options.weights, False, options.device)
     net = (
         open_branch(branch or "sigmoid", classifier)
@@ -154,6 +157,7 @@ def _measure_network(options: Options, progress: Progress) -> Result:
         "branches": branches,
         "batch_size": options.batch_size,
         "workers": options.workers,
+        "scorers": _words(options.scorer) or ["softmax"],
         "progress": progress,
     }
     val = None if held is None else evaluate(net, held, metrics=thresholds, **how)

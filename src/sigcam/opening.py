@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
 import torch
 
 from sigcam.data import Samples, open_dataset
-from sigcam.data.loading import Batch, collect
 from sigcam.dual import DualBranch, attach, load
 from sigcam.errors import CheckpointError, DataError
 from sigcam.models import Classifier, load_classifier
@@ -110,16 +108,6 @@ def class_index(given: str | None, net: DualBranch) -> int | None:
     raise DataError(
         f"no class is named {given!r}" + (f": did you mean {', '.join(close)}?" if close else ".")
     )
-
-
-def batches(
-    samples: Samples, classifier: Classifier, batch_size: int, workers: int, skipped: list[tuple[str, str]]
-) -> Iterator[Batch]:
-    """Batches of what can be read; the rest goes into `skipped`, with the reason."""
-    for batch in collect(samples, classifier.transform, batch_size=batch_size, workers=workers):
-        skipped += batch.skipped
-        if len(batch.images):
-            yield batch
 
 
 def file_names(samples: Samples) -> list[str]:

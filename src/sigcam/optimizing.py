@@ -244,6 +244,7 @@ def _fuse_activations(model: nn.Module, example: Tensor, keep: Collection[str]) 
         free = not any(o.name in keep or _is_hooked(o.module) for o in same)
         if free and reads[value] == 1 and value not in returned:
             same[0].module.activation = _FUSED[type(reader.module)][1]
+            model.hides_nan = True  # type: ignore[assignment]  # oneDNN's activations make it 0
     for module in model.modules():
         if type(module) in _FUSED and not _is_hooked(module):
             module.__class__ = _FUSED[type(module)][0]

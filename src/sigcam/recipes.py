@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +30,10 @@ from sigcam.models import Preprocess
 from sigcam.quality import Quality, average_precision, both_ways, quality_of
 from sigcam.solving import Rows, Solution, chosen_penalty, find_axes, solve
 from sigcam.trace import chunks
+from sigcam.weights import write_whole
 
-STRENGTHS = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003)  # of the penalty, the strongest first
-ROUGH = 1e-3  # tolerance of weights that only serve to choose a strength
+STRENGTHS = (1.0, 0.1, 0.01, 0.001)  # of the penalty, the strongest first
+ROUGH = 1e-3  # gradient left in weights that only serve to choose a strength
 UNSEARCHED = 0.1  # where no image can be held out to choose by
 EPOCHS, CACHED_EPOCHS, PATIENCE, LR = 10, 30, 5, 1e-3
 RESIZED = 256 / 224  # what crops are taken from, times the input's size (PROTOCOL 3)
@@ -44,18 +47,20 @@ class Table:
         held: (n,) rows of images that quality is measured on.
         judged: (n,) of these, one per image.
         order: (n,) numbers that sort the rows of all processes as one process has them.
+        whole: these are the rows of all processes already.
     """
 
     rows: Rows
     held: Tensor
     judged: Tensor
     order: Tensor
+    whole: bool = False
 
     def scored(self, logits: Callable[[Tensor], Tensor], classes: int) -> tuple[Tensor, Tensor]:
         """Logits and targets (B, C) of the held-out images of all processes, on the CPU."""
         some = self.rows.some(self.judged)
         pair = logits(some.features).double().cpu(), some.targets(torch.arange(classes)).cpu()
-        parts = gathered(pair)
+        parts = [pair] if self.whole else gathered(pair)
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
@@ -97,7 +102,7 @@ def solve_head(
     quality = None
     for number, strength in enumerate(strengths if tested else ()):
         found = tried[strength] = solve(
-            train, axes, net.classes, l2=strength, start=found, tolerance=ROUGH, **how
+            train, axes, net.classes, l2=strength, start=found, tolerance=ROUGH / (2 * strength), **how
         )
         logits, targets = table.scored(partial(_logits, found), net.classes)
         scores.append((strength, average_precision(*both_ways(logits, targets))))
@@ -168,11 +173,12 @@ def train_cached(
     training, tested = (~table.held).nonzero()[:, 0], bool(table.judged.any())
     head, losses, best = _Training(net, weights, config, lr, penalty), list[float](), math.inf
     state, since = copy.deepcopy(head.head.state_dict()), 0
-    targets = rows.targets(torch.arange(net.classes)).float()
+    every = torch.arange(net.classes)
     for epoch in range(epochs):
         total = 0.0
         for chosen in training[torch.randperm(len(training))].split(config.batch_size):
-            total += head.step(rows.features[chosen], targets[chosen], rows.weights[chosen]) * len(chosen)
+            some = rows.some(chosen)
+            total += head.step(some.features, some.targets(every), some.weights) * len(chosen)
         losses.append(total / len(training))
         head.check()
         if tested:
@@ -197,14 +203,17 @@ def _joined(table: Table) -> Table:
     """The rows of all processes, on each of them, in one order whatever their number is."""
     if world() == 1:
         return table
-    parts = gathered(table)
+    here, device = table.rows, table.held.device
+    rows = Rows(here.features.cpu(), here.labels.cpu(), here.weights.cpu())
+    parts = gathered(Table(rows, table.held.cpu(), table.judged.cpu(), table.order.cpu()))
     sorting = torch.cat([part.order for part in parts]).argsort()
 
     def join(name: str, of: str = "") -> Tensor:
-        return torch.cat([getattr(getattr(part, of) if of else part, name) for part in parts])[sorting]
+        joined = torch.cat([getattr(getattr(part, of) if of else part, name) for part in parts])[sorting]
+        return joined.to(device)
 
     rows = Rows(*(join(name, "rows") for name in ("features", "labels", "weights")))
-    return Table(rows, join("held"), join("judged"), join("order"))
+    return Table(rows, join("held"), join("judged"), join("order"), whole=True)
 
 
 class _Training:
@@ -254,6 +263,21 @@ class _Training:
         self.head.train()
         return torch.cat(parts) if parts else torch.empty(0, self.net.classes)
 
+    def keep(self, path: Path, losses: list[float], skipped: dict[str, str]) -> None:
+        """Writes where training stands."""
+        state = {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
+        held = io.BytesIO()
+        torch.save({**state, "losses": losses, "skipped": skipped}, held)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, held.getvalue())
+
+    def resume(self, path: Path) -> tuple[list[float], dict[str, str]]:
+        """Goes on from where training stood; its losses and skips so far."""
+        held = torch.load(path, map_location=self.net.device, weights_only=True)
+        self.head.load_state_dict(held["head"])
+        self.optimizer.load_state_dict(held["optimizer"])
+        return held["losses"], held["skipped"]
+
     def check(self) -> None:
         """DataError if training ran away."""
         if not all(bool(torch.isfinite(p).all()) for p in self.parameters):
@@ -287,15 +311,23 @@ def train_fresh(
     config: FitConfig,
     transform: Transform | None,
     progress: Progress | None,
+    kept: Path | None = None,
 ) -> tuple[Outcome, tuple[tuple[str, str], ...]]:
     """The paper's own training, in which every epoch runs the backbone on augmented images; and (id, reason)
-    of pictures that could not be read. A Dataset or DataLoader is expected to augment by itself."""
+    of pictures that could not be read. A Dataset or DataLoader is expected to augment by itself.
+
+    Args:
+        kept: file that holds where training stands after each epoch, to go on from; gone in the end.
+    """
     if world() > 1:
         raise DataError(f"recipe {config.recipe} runs in one process: use recipe fast with torchrun.")
     began, epochs, lr = time.perf_counter(), config.epochs or EPOCHS, config.lr or LR
     looking = net.around(_on_batch_statistics(net.model)) if config.batch_norm == "batch" else net
     training, losses, skipped = _Training(net, weights, config, lr), list[float](), dict[str, str]()
-    for epoch in range(epochs):
+    if kept is not None and kept.is_file():
+        losses, skipped = training.resume(kept)
+    for epoch in range(len(losses), epochs):
+        torch.manual_seed(config.seed * 1000 + epoch)  # so that it does not matter where training was begun
         if config.recipe == "paper-code" and (epoch + 1) % config.decay_every == 0:
             for group in training.optimizer.param_groups:
                 group["lr"] *= 0.1
@@ -305,8 +337,15 @@ def train_fresh(
             count += len(images)
             if progress:
                 progress(f"epoch {epoch + 1}", count, max(length_of(data), count))
+        if not count:
+            first = next(iter(skipped.values()), "there are none")
+            raise DataError(f"there are no images to fit on: {first}")
         training.check()
         losses.append(total / count)
+        if kept is not None:
+            training.keep(kept, losses, skipped)
+    if kept is not None:
+        kept.unlink(missing_ok=True)
     seconds = {"training": time.perf_counter() - began}
     return Outcome(training.head, tuple(losses), 0.0, seconds=seconds), tuple(skipped.items())
 

@@ -46,6 +46,7 @@ class Rows:
 
     def targets(self, classes: Tensor) -> Tensor:
         """(n, K) zeros and ones for some classes."""
+        classes = classes.to(self.labels.device)
         if self.labels.ndim == 2:
             return self.labels[:, classes].to(torch.uint8)
         return (self.labels[:, None] == classes).to(torch.uint8)
@@ -321,7 +322,10 @@ def _direction(design: _Design, gradient: Tensor, bend: Tensor, penalty: Tensor)
 def chosen_penalty(scores: Sequence[tuple[float, Tensor]]) -> tuple[float, float]:
     """(l2, standard error) of the strongest penalty whose mean score is within one standard error, over
     classes, of the best; from (l2, (C,) scores), NaN for classes that could not be scored."""
-    means = {l2: float(each.nanmean()) for l2, each in scores}
+    means = {
+        l2: float(each.nan_to_num(0.0).mean() if each.isnan().all() else each.nanmean())
+        for l2, each in scores
+    }
     best = max(means, key=lambda l2: (means[l2], l2))
     known = next(each for l2, each in scores if l2 == best)
     known = known[~known.isnan()]

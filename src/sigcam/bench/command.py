@@ -1,0 +1,76 @@
+"""What `sigcam bench` does: run the targets, write their tables and the page."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import torch
+import typer
+
+from sigcam.bench.pages import distortions, html, overhead, qualitative, write_table
+from sigcam.bench.run import NEEDED, TABLES, Plan, network
+from sigcam.config import FitConfig
+from sigcam.console import progress_bar
+from sigcam.dist import rank, together
+from sigcam.errors import DataError
+from sigcam.features import Progress
+from sigcam.manifest import try_folder, write_manifest, write_text
+from sigcam.opening import usable_device
+
+TARGETS = (*TABLES, "overhead", "figures", "all")
+
+
+def run_bench(target: str, plan: Plan, threads: int | None) -> None:
+    """Runs a target, or all, with the other processes if torchrun started some."""
+    if target not in TARGETS:
+        raise DataError(f"there is no target {target!r}: choose one of {', '.join(TARGETS)}.")
+    if not plan.data.is_dir():
+        raise DataError(f"{plan.data} does not exist: give the folder that holds cub, cars, ilsvrc or pets.")
+    if threads:
+        torch.set_num_threads(threads)
+    with together(plan.device) as device:
+        plan = replace(plan, device=usable_device(device))
+        first = rank() == 0
+        if first:
+            try_folder(plan.output)
+        with progress_bar(quiet=not first) as progress:
+            for name in TABLES if target == "all" else [target] if target in TABLES else ():
+                if target == "all" and not any(plan.has(dataset) for dataset in NEEDED[name]):
+                    typer.echo(
+                        f"{name} is left out: {plan.data} has none of {', '.join(NEEDED[name])}.", err=True
+                    )
+                    continue
+                rows = TABLES[name](plan, progress)
+                if first:
+                    write_table(plan, name, rows)
+    if first:  # alone: the other processes have gone
+        with progress_bar() as progress:
+            _alone(target, plan, progress)
+        _finish(plan)
+
+
+def _alone(target: str, plan: Plan, progress: Progress) -> None:
+    """What the first process does by itself: measure overhead, draw figures."""
+    if target == "overhead" or (target == "all" and (plan.has("cub") or plan.has("cars"))):
+        overhead(plan, progress)
+    if target not in ("figures", "all"):
+        return
+    for dataset in ("cub", "cars", "ilsvrc", "pets"):
+        if plan.has(dataset):
+            qualitative(plan, dataset, progress)
+    if plan.has("pets"):
+        distortions(plan, network(plan, "pets", FitConfig(seed=plan.seed), progress), "pets")
+
+
+def _finish(plan: Plan) -> None:
+    """The page of all tables that are there, and what was written."""
+    held = [
+        json.loads(path.read_text()) for name in TABLES if (path := plan.output / f"{name}.json").is_file()
+    ]
+    if held:
+        write_text(plan.output / "index.html", html(held))
+        for table in held:
+            typer.echo((plan.output / f"{table['table']}.md").read_text())
+    write_manifest(plan.output, data=str(plan.data), seed=plan.seed, backbone=plan.backbone)
+    typer.echo(f"tables, figures and index.html are in {plan.output}")

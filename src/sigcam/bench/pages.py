@@ -1,0 +1,276 @@
+"""Tables of the benchmark as JSON, CSV, Markdown and one HTML page; pictures of maps and boxes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sigcam.bench.paper import OVERHEAD, ROWS
+from sigcam.bench.run import Plan, Row, network, published, row_name, there
+from sigcam.boxes import scaled_boxes
+from sigcam.config import FitConfig
+from sigcam.draw import grid, overlay, with_boxes
+from sigcam.dual import DualBranch
+from sigcam.explaining import explain
+from sigcam.features import Progress
+from sigcam.manifest import versions, write_text
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "table1": (
+        "average_drop",
+        "increase_in_confidence",
+        "mean_map",
+        "average_drop:branch",
+        "increase_in_confidence:branch",
+    ),
+    "table2": ("max_box_acc_v2", "gt_known_loc", "top1_loc", "pxap", "top1_cls"),
+    "nwc": ("max_box_acc_v2", "gt_known_loc", "top1_loc", "pxap"),
+    "pos-weight": ("max_box_acc_v2", "gt_known_loc", "top1_loc"),
+}
+TITLES = {
+    "table1": "Table 1: fidelity on fine-grained data",
+    "table2": "Table 2: localisation",
+    "nwc": "Keeping positive weights alone",
+    "pos-weight": "The weight of a positive label",
+}
+LOWER = ("average_drop", "average_drop:branch")  # is better; of the mean map neither
+FEET = {
+    "table1": "Confidence is the softmax head's for all rows; columns that end in :branch score each row by "
+    "a softmax over the branch that its maps explain, as the paper did. The mean map says how much of the "
+    "image is kept: a map of ones loses nothing.",
+    "table2": "Maps of the label's class; the threshold of MaxBoxAccV2 is the best on these images, that of "
+    "the others 0.2, as the protocol has it. GT-known and Top-1 count any of the image's boxes.",
+}
+SIGNS = {True: "better", False: "worse", None: ""}
+
+
+def write_table(plan: Plan, table: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """Writes TABLE.json, .csv and .md; returns what is in the first."""
+    shown = [column for column in COLUMNS[table] if any(column in row for row in rows)]
+    held: dict[str, Any] = {
+        "table": table,
+        "command": " ".join(["sigcam", *sys.argv[1:]]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "seed": plan.seed,
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "foot": foot(plan, table, rows),
+        "rows": [
+            {"row": row_name(row), **row, "published": {c: published(row, table, c) for c in shown}}
+            for row in rows
+        ],
+    }
+    write_text(plan.output / f"{table}.json", json.dumps(held, indent=1) + "\n")
+    out = io.StringIO()
+    keys = ["dataset", "backbone", "method", "row", "branch", "clamp", "zoom", "images"]
+    writer = csv.writer(out)
+    writer.writerow([*keys, *(f"{c}{end}" for c in shown for end in ("", " low", " high"))])
+    for row in held["rows"]:
+        ends = [(row.get(c), *row["intervals"].get(c, (None, None))) for c in shown]
+        writer.writerow([*(row[key] for key in keys), *(value for each in ends for value in each)])
+    write_text(plan.output / f"{table}.csv", out.getvalue())
+    write_text(plan.output / f"{table}.md", markdown(table, held))
+    return held
+
+
+def foot(plan: Plan, table: str, rows: Sequence[Row]) -> str:
+    """What a reader of the table must know."""
+    counts = ", ".join(f"{name}: {n}" for name, n in {row["dataset"]: row["images"] for row in rows}.items())
+    said = f"Images: {counts}. Backbone: {plan.backbone}. In percent, with 95 % bootstrap intervals; in "
+    said += (
+        "parentheses the difference from the softmax head's signed maps on the same images, with its paired "
+    )
+    said += "interval; marked where "
+    return f"{said}that excludes zero. {FEET.get(table, FEET['table2'])}"
+
+
+def verdict(row: Row, column: str) -> bool | None:
+    """Whether the row is better than the baseline beyond doubt (True), worse (False), or neither."""
+    delta = row["delta"].get(column)
+    if delta is None or column == "mean_map" or delta[1] <= 0 <= delta[2]:
+        return None
+    return bool((delta[0] < 0) == (column in LOWER))
+
+
+def groups(held: dict[str, Any]) -> list[tuple[str, list[Row]]]:
+    """Rows of one data set, method and size belong together."""
+    found = dict[str, list[Row]]()
+    for row in held["rows"]:
+        size = f", images x{row['zoom']:g}" if row["zoom"] != 1 else ""
+        found.setdefault(f"{row['dataset']}, {row['method']}{size}", []).append(row)
+    return list(found.items())
+
+
+def columns_of(table: str, rows: Sequence[Row]) -> list[str]:
+    """Columns that these rows have."""
+    return [column for column in COLUMNS[table] if any(column in row for row in rows)]
+
+
+def _cell(row: Row, column: str) -> str:
+    """A number, its interval, its difference from the baseline, and the paper's own where it fits."""
+    if column not in row:
+        return "-"
+    text = f"{row[column]:.2f}"
+    if column in row["intervals"]:
+        low, high = row["intervals"][column]
+        text += f" [{low:.1f}, {high:.1f}]"
+    if column in row["delta"]:
+        value, low, high = row["delta"][column]
+        mark = SIGNS[verdict(row, column)]
+        text += f" ({value:+.2f} [{low:+.1f}, {high:+.1f}]{' ' + mark if mark else ''})"
+    paper = row["published"].get(column)
+    return text + (f"; paper {paper:.2f}" if paper is not None else "")
+
+
+def markdown(table: str, held: dict[str, Any]) -> str:
+    """The table as a page."""
+    lines = [f"# {TITLES[table]}", ""]
+    for name, rows in groups(held):
+        columns = columns_of(table, rows)
+        lines += [f"## {name}", "", "| map from | " + " | ".join(c.replace("_", " ") for c in columns) + " |"]
+        lines += ["|---" * (len(columns) + 1) + "|"]
+        lines += [f"| {row['row']} | " + " | ".join(_cell(row, c) for c in columns) + " |" for row in rows]
+        lines += [""]
+    return "\n".join([*lines, held["foot"], "", f"`{held['command']}`, {held['date']}."]) + "\n"
+
+
+STYLE = Path(__file__).with_name("page.css")
+
+
+def html(tables: Sequence[dict[str, Any]]) -> str:
+    """All tables on one page that needs nothing from elsewhere."""
+    body = ["<h1>sigcam bench</h1>"]
+    for held in tables:
+        table = held["table"]
+        body.append(f"<h2>{escape(TITLES[table])}</h2>")
+        for name, rows in groups(held):
+            columns = columns_of(table, rows)
+            heads = "".join(f"<th>{escape(c.replace('_', ' '))}</th>" for c in columns)
+            body.append(f"<h3>{escape(name)}</h3><div class=wide><table><tr><th>map from</th>{heads}</tr>")
+            for row in rows:
+                cells = "".join(f"<td>{_html_cell(row, c)}</td>" for c in columns)
+                body.append(f"<tr><td>{escape(row['row'])}</td>{cells}</tr>")
+            body.append("</table></div>")
+        told = f"<code>{escape(held['command'])}</code>, {held['date']}"
+        body.append(f"<p class=foot>{escape(held['foot'])}<br>{told}</p>")
+    meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head = f"<head>{meta}<title>sigcam bench</title><style>{STYLE.read_text()}</style></head>"
+    return f"<!doctype html><html lang=en>{head}<body>{''.join(body)}</body></html>\n"
+
+
+def _html_cell(row: Row, column: str) -> str:
+    if column not in row:
+        return "-"
+    text = f"{row[column]:.2f}"
+    if column in row["intervals"]:
+        low, high = row["intervals"][column]
+        text += f"<small>{low:.1f} to {high:.1f}</small>"
+    if column in row["delta"]:
+        value, low, high = row["delta"][column]
+        mark = SIGNS[verdict(row, column)]
+        text += f"<small class='{mark}'>{value:+.2f} ({low:+.1f} to {high:+.1f}) {mark}</small>"
+    paper = row["published"].get(column)
+    return text + (f"<small>paper {paper:.2f}</small>" if paper is not None else "")
+
+
+# --------------------------------------------------------------------------------------------- overhead
+
+
+def overhead(plan: Plan, progress: Progress) -> dict[str, Any]:
+    """Parameters, seconds per image and training time, without and with the branch, in turns."""
+    dataset = there(plan, ("cub", "cars"))[0]
+    net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
+    images = torch.randn(8, *net.input_shape, generator=torch.Generator().manual_seed(0)).to(net.device)
+    own = sum(p.numel() for p in net.model.parameters())
+    branch = sum(p.numel() for p in net.parameters())
+    calls: dict[str, Any] = {
+        "classifier alone": lambda: net.model(images),
+        "both branches": lambda: net(images),
+        "Grad-CAM, softmax head": lambda: explain(net, images, "grad-cam", branch="softmax"),
+        "Grad-CAM, sigmoid branch": lambda: explain(net, images, "grad-cam"),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    with torch.no_grad():
+        for repeat in range(8):
+            for name, call in calls.items():
+                began = time.perf_counter()
+                call()
+                if repeat:
+                    seconds[name].append(time.perf_counter() - began)
+            progress("overhead", repeat + 1, 8)
+    held = {
+        "table": "overhead",
+        "command": " ".join(["sigcam", *sys.argv[1:]]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "backbone": plan.backbone,
+        "dataset": dataset,
+        "parameters": {"classifier": own, "branch": branch},
+        "ms_per_image": {name: 1000 * sorted(v)[len(v) // 2] / len(images) for name, v in seconds.items()},
+        "published": OVERHEAD,
+    }
+    write_text(plan.output / "overhead.json", json.dumps(held, indent=1) + "\n")
+    return held
+
+
+# ---------------------------------------------------------------------------------------------- figures
+
+
+def qualitative(plan: Plan, dataset: str, progress: Progress, rows: int = 6) -> Path:
+    """Maps of some test pictures by each head, predicted box green, ground truth red."""
+    net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
+    samples = plan.samples(dataset, "test", rows)
+    names = [*[*ROWS][:2], *[*ROWS][4:], "sigmoid, clamped, enlarged"]
+    drawn, captions = list[list[Any]](), list[list[str]]()
+    for number, sample in enumerate(samples):
+        picture = sample.open()
+        width, height = net.input_shape[2], net.input_shape[1]
+        truth = []
+        if sample.boxes:
+            boxes = torch.tensor(sample.boxes, dtype=torch.int64)
+            truth = scaled_boxes(boxes, sample.size or picture.size, (width, height)).tolist()
+        squashed = with_boxes(picture.resize((width, height)), truth, "#e53935")
+        line, said = [squashed], [samples.classes[sample.label or 0]]
+        for name in names:
+            branch, clamp = ROWS.get(name, ("sigmoid", True))
+            zoom = plan.zoom if name not in ROWS else 1.0
+            ex = explain(net, [picture], "cam", branch=branch, clamp=clamp, zoom=zoom)  # type: ignore[arg-type]
+            shown = with_boxes(overlay(picture, ex.maps[0]), truth, "#e53935")
+            line.append(with_boxes(shown, ex.boxes(0.2)[0].tolist()))
+            score = ex.probability if branch == "softmax" else ex.evidence
+            said.append(f"{ex.name(int(ex.classes[0]))}\n{float(score[0]):.3f}")
+        drawn.append(line)
+        captions.append(said)
+        progress("figures", number + 1, len(samples))
+    heads = (
+        "ground truth",
+        *(name.replace(" (the paper's", "\n(the paper's").replace(", ", ",\n", 1) for name in names),
+    )
+    path = plan.output / "figures" / f"maps-{dataset}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    grid(drawn, columns=heads, captions=captions).save(path)
+    return path
+
+
+def distortions(plan: Plan, net: DualBranch, dataset: str) -> Path | None:
+    """How far the softmax head's map moves while its probabilities stand still, on one picture."""
+    from sigcam.demo import distortions_figure
+
+    samples = plan.samples(dataset, "test", 64)
+    if all(sample.open_mask is None for sample in samples):
+        return None
+    path = plan.output / "figures" / f"distortions-{dataset}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    distortions_figure(net, samples).save(path)
+    return path

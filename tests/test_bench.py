@@ -1,0 +1,181 @@
+"""sigcam bench: rows with intervals and differences, losing cells named, published numbers where they fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_dist import LINEAR, MODEL
+
+from sigcam.bench import run as bench_run
+from sigcam.bench.command import run_bench
+from sigcam.bench.pages import html, markdown, verdict, write_table
+from sigcam.bench.paper import PUBLISHED, ROWS
+from sigcam.bench.run import Plan, published
+from sigcam.errors import DataError
+
+QUIET: Any = lambda stage, done, total: None  # noqa: E731
+
+
+def birds(root: Path, name: str = "cub", classes: int = 3, per_class: int = 12) -> None:
+    """A data set in the WSOL layout: a bright square, of a colour per class, on noise."""
+    random = np.random.default_rng(0)
+    home = root / name
+    for split in ("train", "test"):
+        at = home / "metadata" / split
+        at.mkdir(parents=True)
+        lines: dict[str, list[str]] = {
+            "image_ids": [],
+            "class_labels": [],
+            "image_sizes": [],
+            "localization": [],
+        }
+        for i in range(classes * per_class):
+            label, id = i % classes, f"{split}/{i}.png"
+            pixels = random.integers(0, 80, (64, 64, 3))
+            x, y = random.integers(4, 30, 2)
+            pixels[y : y + 28, x : x + 28, label] += 150
+            path = home / "images" / id
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels.astype(np.uint8)).save(path)
+            lines["image_ids"].append(id)
+            lines["class_labels"].append(f"{id},{label}")
+            lines["image_sizes"].append(f"{id},64,64")
+            lines["localization"].append(f"{id},{x},{y},{x + 27},{y + 27}")
+        for file, rows in lines.items():
+            (at / f"{file}.txt").write_text("\n".join(rows))
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    birds(tmp_path / "data")
+    model = tmp_path / "model.py"
+    model.write_text(
+        MODEL.replace("def make()", "def make(num_classes=3)").format(
+            head=LINEAR.format(classes="num_classes")
+        )
+    )
+    return Plan(tmp_path / "data", tmp_path / "out", 12, 24, 1.0, f"file:{model}:make", batch_size=8)
+
+
+def test_a_table_has_every_row_with_interval_and_difference_and_goes_on_where_it_was(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_bench("table2", plan, None)
+    held = json.loads((plan.output / "table2.json").read_text())
+    kinds = {(row["method"], row["branch"], row["clamp"]) for row in held["rows"]}
+    assert kinds == {(method, *kind) for method in ("cam", "grad-cam") for kind in ROWS.values()}
+    for row in held["rows"]:
+        low, high = row["intervals"]["max_box_acc_v2"]
+        assert low <= row["max_box_acc_v2"] <= high
+        assert row["images"] == 24
+        base = (row["branch"], row["clamp"]) == ("softmax", False)
+        assert ("max_box_acc_v2" in row["delta"]) != base
+        if not base:
+            own = next(
+                r
+                for r in held["rows"]
+                if r["method"] == row["method"] and r["row"].startswith("softmax (the")
+            )
+            delta, low, high = row["delta"]["max_box_acc_v2"]
+            assert delta == pytest.approx(row["max_box_acc_v2"] - own["max_box_acc_v2"])
+            assert low <= delta <= high
+    assert "cub: 24" in held["foot"]
+    for name in ("table2.md", "table2.csv", "index.html", "manifest.json"):
+        assert (plan.output / name).stat().st_size > 100
+    before = (plan.output / "table2.json").read_text()
+
+    def never(*args: Any, **options: Any) -> Any:
+        raise AssertionError("it was evaluated before")
+
+    monkeypatch.setattr(bench_run, "evaluate", never)
+    run_bench("table2", plan, None)
+    assert json.loads((plan.output / "table2.json").read_text())["rows"] == json.loads(before)["rows"]
+    run_bench("nwc", plan, None)
+    assert len(json.loads((plan.output / "nwc.json").read_text())["rows"]) == 12
+    with pytest.raises(AssertionError, match="evaluated before"):
+        bench_run.table1(plan, QUIET)
+    assert "map from" in capsys.readouterr().out
+
+
+def test_fidelity_has_both_scorers_and_the_mean_map(plan: Plan) -> None:
+    rows = bench_run.table1(plan, QUIET)
+    assert len(rows) == 5 * 6
+    for row in rows:
+        assert {"average_drop", "increase_in_confidence", "mean_map", "average_drop:branch"} <= set(row)
+        assert row["images"] == 12
+    same = {
+        (row["method"], row["branch"]): row["average_drop"]
+        for row in rows
+        if row["clamp"] and row["branch"] == "sigmoid"
+    }
+    assert same["layer-cam", "sigmoid"] == same["grad-cam", "sigmoid"]  # by an identity: one evaluation
+
+
+def test_the_weight_of_positives_is_tried_at_three_values(plan: Plan) -> None:
+    rows = bench_run.pos_weight(plan, QUIET)
+    assert {row["pos_weight"] for row in rows} == {1.0, 2.0}  # C - 1 is 2, half of it 1
+    assert {row["branch"] for row in rows if row["pos_weight"] == 1.0} == {"sigmoid"}
+
+
+def test_published_cells_are_the_papers_and_only_where_backbone_and_data_coincide() -> None:
+    assert len([cell for cell in PUBLISHED if cell.table == "table1"]) == 2 * 5 * 2 * 2 * 2
+    table2 = [cell for cell in PUBLISHED if cell.table == "table2" and cell.metric != "top1_cls"]
+    assert len(table2) == 3 * 2 * 2 * 4
+    row = {
+        "dataset": "cub",
+        "backbone": "wsol:vgg16-cam",
+        "method": "cam",
+        "branch": "sigmoid",
+        "clamp": True,
+    }
+    assert published(row, "table1", "average_drop:branch") == 37.20  # as it was scored
+    assert published(row, "table1", "average_drop") is None
+    assert published({**row, "branch": "softmax", "clamp": False}, "table1", "average_drop") == 45.36
+    assert published({**row, "clamp": False}, "table1", "average_drop") is None
+    assert published({**row, "backbone": "embedded"}, "table1", "average_drop") is None
+    assert published({**row, "dataset": "pets"}, "table1", "average_drop:branch") is None
+    assert published({**row, "zoom": 2.0}, "table1", "average_drop:branch") is None
+    assert published({**row, "backbone": "timm:vgg16_bn"}, "table1", "average_drop:branch") is None
+    wide = {**row, "backbone": "torchvision:resnet50", "dataset": "ilsvrc"}
+    assert published(wide, "nwc", "max_box_acc_v2") == 64.73
+    assert published({**wide, "clamp": False}, "nwc", "max_box_acc_v2") == 55.78
+    assert published({**wide, "pos_weight": 1.0}, "pos-weight", "max_box_acc_v2") == 61.54
+
+
+def row(
+    value: float, delta: tuple[float, float, float] | None = None, metric: str = "max_box_acc_v2"
+) -> dict[str, Any]:
+    return {
+        **{"dataset": "cub", "backbone": "embedded", "method": "cam", "zoom": 1.0, "images": 9},
+        **{"branch": "softmax" if delta is None else "sigmoid", "clamp": delta is not None, metric: value},
+        **{
+            "intervals": {metric: [value - 1, value + 1]},
+            "delta": {} if delta is None else {metric: list(delta)},
+        },
+    }
+
+
+def test_losses_are_printed_as_losses(plan: Plan) -> None:
+    rows = [row(50.0), row(40.0, (-10.0, -12.0, -8.0))]
+    held = write_table(plan, "table2", rows)
+    assert "(-10.00 [-12.0, -8.0] worse)" in markdown("table2", held)
+    page = html([held])
+    assert "class='worse'" in page and "http" not in page.replace("http-equiv", "")
+    assert verdict(row(40.0, (-10.0, -12.0, 1.0)), "max_box_acc_v2") is None
+    assert verdict(row(40.0, (-10.0, -12.0, -1.0), "average_drop"), "average_drop") is True
+    assert verdict(row(40.0, (10.0, 8.0, 12.0), "mean_map"), "mean_map") is None
+
+
+def test_bad_targets_and_folders_are_refused(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no target 'table3': choose one of table1, table2"):
+        run_bench("table3", plan, None)
+    empty = Plan(tmp_path, tmp_path / "out")
+    with pytest.raises(DataError, match="holds none of cub, cars"):
+        run_bench("table1", empty, None)
+    with pytest.raises(DataError, match="does not exist: give the folder"):
+        run_bench("table1", Plan(tmp_path / "no", tmp_path / "out"), None)
