@@ -74,8 +74,10 @@ def test_one_two_and_three_processes_fit_one_branch(data: Path, tmp_path: Path) 
             assert torch.allclose(other[name], tensor, atol=1e-5), name
     for fact in facts:
         assert (fact["images"], fact["skipped"], fact["threads"]) == (202, 1, 1)
-        for key in ("l2", "held-out images", "loss", "held-out mean average precision", "calibration error"):
+        for key in ("l2", "held-out images", "loss"):
             assert fact[key] == pytest.approx(facts[0][key], rel=1e-9), key
+        for key in ("held-out mean average precision", "calibration error"):  # of roughly solved weights
+            assert fact[key] == pytest.approx(facts[0][key], rel=1e-5), key
     assert [fact["processes"] for fact in facts] == [1, 2, 3]
 
 
