@@ -136,7 +136,7 @@ def summary(result: FitResult) -> dict[str, Any]:
     shares = result.positive_share
     facts |= {
         "positive weights": f"{min(shares):.0%} to {max(shares):.0%} per class",
-        "seconds": {stage: round(seconds, 2) for stage, seconds in result.seconds.items()},
+        "seconds": ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in result.seconds.items()),
         "skipped": len(result.skipped),
     }
     return facts
@@ -181,7 +181,11 @@ def draw_fit(result: FitResult, path: Path) -> bool:
     FigureCanvasAgg(figure)
     loss, search, classes, reliable = figure.subplots(2, 2).flat
     loss.plot(range(len(result.losses)), result.losses, marker="o", color="#1f6fb4")
-    loss.set(title="loss", xlabel="step or epoch", ylabel="mean over classes")
+    loss.set(
+        title="loss",
+        xlabel="epoch, or step: first without the held-out images, then with all",
+        ylabel="mean over classes",
+    )
     if result.search:
         strengths, scores = zip(*result.search, strict=True)
         search.semilogx(strengths, [100 * score for score in scores], marker="o", color="#1f6fb4")
@@ -204,7 +208,7 @@ def draw_fit(result: FitResult, path: Path) -> bool:
             shown = [i for i, n in enumerate(count) if n]
             points = [score[i] for i in shown], [share[i] for i in shown]
             reliable.plot(*points, marker="o", markersize=4, color=colour, label=name)
-        reliable.legend(frameon=False, loc="upper left")
+        reliable.legend(frameon=False, loc="lower right")
     _empty(classes, quality is None, "no image was held out")
     _empty(reliable, quality is None, "no image was held out")
     classes.set(title="classes, best first", xlabel="class", ylabel="held-out average precision, %")
