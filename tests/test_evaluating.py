@@ -200,6 +200,30 @@ def test_maps_of_the_predicted_class_need_no_labels(net: DualBranch, samples: Sa
     assert set(said) == {"top1_loc", "top1_loc_first", "top1_cls"} and "no labels" in said["top1_cls"]
 
 
+def test_the_predicted_class_is_evaluated_without_a_look_at_labels(net: DualBranch, samples: Samples) -> None:
+    wanted: Any = {"class_from": "predicted", "metrics": ["max_box_acc_v2", "pxap", "average_drop"]}
+    wrong = Samples(tuple(replace(s, label=((s.label or 0) + 1) % 4) for s in samples), CLASSES)
+    none = Samples(tuple(replace(s, label=None) for s in samples), CLASSES)
+    found = [evaluate(net, each, **wanted).rows for each in (samples, wrong, none)]
+    assert found[0] == found[1] == found[2]
+    labelled = evaluate(net, samples, metrics=["max_box_acc_v2"]).rows
+    assert labelled != evaluate(net, wrong, metrics=["max_box_acc_v2"]).rows  # there they do count
+
+
+def test_fidelity_never_looks_at_boxes_masks_or_labels(net: DualBranch, samples: Samples) -> None:
+    def never() -> Any:
+        raise AssertionError("a mask was opened")
+
+    wanted: Any = {"metrics": ["average_drop", "increase_in_confidence", "mean_map"]}
+    moved = Samples(
+        tuple(replace(s, boxes=((0, 0, 1, 1),), open_mask=never, label=3 - (s.label or 0)) for s in samples),
+        CLASSES,
+    )
+    bare = Samples(tuple(replace(s, boxes=None, open_mask=None, label=None) for s in samples), CLASSES)
+    found = [evaluate(net, each, **wanted).rows for each in (samples, moved, bare)]
+    assert found[0] == found[1] == found[2]
+
+
 def test_scorers_are_the_head_the_branch_and_a_softmax_over_it(net: DualBranch, samples: Samples) -> None:
     scorers: Any = ["softmax", "sigmoid", "branch"]
     result = evaluate(

@@ -229,7 +229,11 @@ def test_whatever_is_not_black_is_object(tmp_path: Path, kind: str) -> None:
         ("image_ids", "../a/1.png", ["image_ids.txt line 1", "../a/1.png", "below"]),
         ("image_ids", "/a/1.png", ["image_ids.txt line 1", "/a/1.png", "below"]),
         ("image_ids", "\n\n", ["image_ids.txt names no pictures"]),
-        ("class_labels", "a/1.png,0\nb c/3.png,1", ["class_labels.txt", "a/2.png", "no label"]),
+        (
+            "class_labels",
+            "a/1.png,0\nb c/3.png,1",
+            ["image_ids.txt line", "a/2.png", "no label in class_labels.txt"],
+        ),
         ("class_labels", "a/1.png,0\na/2.png", ["class_labels.txt line 2", "a/2.png", "<id>,<label>"]),
         ("class_labels", "a/1.png,0\na/2.png,wren", ["class_labels.txt line 2", "a/2.png", "'wren'"]),
         ("class_labels", "a/1.png,0\na/1.png,1", ["class_labels.txt line 2", "a/1.png", "line 1"]),
@@ -238,7 +242,11 @@ def test_whatever_is_not_black_is_object(tmp_path: Path, kind: str) -> None:
             "a/1.png,0\na/2.png,2\nb c/3.png,1",
             ["class_labels.txt line 2", "label 2", "2 classes"],
         ),
-        ("image_sizes", "a/1.png,40,30\nb c/3.png,30,30", ["image_sizes.txt", "a/2.png", "no size"]),
+        (
+            "image_sizes",
+            "a/1.png,40,30\nb c/3.png,30,30",
+            ["image_ids.txt line", "a/2.png", "no size in image_sizes"],
+        ),
         ("image_sizes", "a/1.png,40,0", ["image_sizes.txt line 1", "a/1.png", "no pixels"]),
         ("image_sizes", "a/1.png,40", ["image_sizes.txt line 1", "<width>"]),
         ("image_sizes", "a/1.png,40,30\na/1.png,30,40", ["image_sizes.txt line 2", "a/1.png"]),
@@ -247,7 +255,11 @@ def test_whatever_is_not_black_is_object(tmp_path: Path, kind: str) -> None:
             "a/1.png,41,30\na/2.png,50,20\nb c/3.png,30,30",
             ["image_sizes.txt", "a/1.png", "41 x 30", "40 x 30"],
         ),
-        ("localization", "a/1.png,1,2,10,20\nb c/3.png,3,4,9,9", ["localization.txt", "a/2.png", "no box"]),
+        (
+            "localization",
+            "a/1.png,1,2,10,20\nb c/3.png,3,4,9,9",
+            ["image_ids.txt line", "a/2.png", "no box or mask in loc"],
+        ),
         ("localization", "\na/1.png,10,2,1,20", ["localization.txt line 2", "a/1.png", "inverted"]),
         ("localization", "a/1.png,1,20,10,2", ["localization.txt line 1", "a/1.png", "inverted"]),
         ("localization", "a/1.png,1,2,41,20", ["localization.txt line 1", "a/1.png", "beyond", "40 x 30"]),
@@ -268,6 +280,14 @@ def test_bad_metadata_is_named_by_file_line_and_image(
 ) -> None:
     write(birds / "metadata" / "test", **{file: text})
     refuses(lambda: open_dataset(birds, split="test"), *words)
+
+
+def test_the_shorter_list_of_a_split_can_be_asked_for(birds: Path) -> None:
+    (birds / "metadata" / "test" / "image_ids_proxy.txt").write_text("a/2.png")
+    (only,) = open_dataset(birds, split="test-proxy")
+    whole = {sample.id: sample for sample in open_dataset(birds, split="test")}
+    assert (only.id, only.label, only.boxes) == ("a/2.png", whole["a/2.png"].label, whole["a/2.png"].boxes)
+    refuses(lambda: open_dataset(birds, split="val-proxy"), "no split 'val'")
 
 
 def test_a_missing_picture_is_named(birds: Path) -> None:

@@ -265,7 +265,11 @@ def evaluate(
 @app.command()
 def bench(
     target: Annotated[
-        str, typer.Argument(help="table1, table2, nwc, pos-weight, overhead, figures, or all of them.")
+        str,
+        typer.Argument(
+            help="table1, table2, nwc, pos-weight, sources, overhead, figures, or all of these; lite2, "
+            "stages or vgg16 for another classifier."
+        ),
     ],
     data: Annotated[
         Path, typer.Option("--data", help="Folder with cub, cars, ilsvrc, pets, or some of them.")
@@ -289,9 +293,9 @@ def bench(
     from sigcam.bench.run import Plan
 
     some, zoom = (100, 1.0) if quick else (None, 2.0)
-    plan = Plan(
-        data, output, None if full else some or 300, some, zoom, model, device, batch_size, workers, seed
-    )
+    confidence = None if full else some or 300
+    where: Any = {"device": device, "batch_size": batch_size, "workers": workers, "seed": seed}
+    plan = Plan(data, output, confidence, some, zoom, model, **where)
     run_bench(target, plan, threads)
 
 

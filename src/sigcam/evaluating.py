@@ -17,7 +17,7 @@ from sigcam.counting import ImageMetric
 from sigcam.data import Sample, Samples
 from sigcam.data.loading import Batch, collect
 from sigcam.data.maps import find_maps, open_map, same_shape
-from sigcam.dist import gathered, mine, summed, world
+from sigcam.dist import gathered, mine, summed
 from sigcam.dual import DualBranch, Passage, fingerprint
 from sigcam.errors import DataError
 from sigcam.explaining import Drawing, explain_passage
@@ -30,6 +30,7 @@ from sigcam.metrics import in_top, insertion_deletion_curves
 from sigcam.models import Preprocess
 from sigcam.probe import Branch, branch_logits, full, resize, unit_range
 from sigcam.result import Key, Result, Row, rows_of
+from sigcam.resuming import Standing
 from sigcam.trace import Size
 from sigcam.zooming import zoomed
 
@@ -81,6 +82,7 @@ def evaluate(
     batch_size: int = 16,
     workers: int = 0,
     skip_unreadable: bool = False,
+    unfinished: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Result:
     """What the maps of each method and branch are worth on annotated images (PROTOCOL 5, 6), in percent.
@@ -101,6 +103,8 @@ def evaluate(
         intervals: bootstrap intervals over images.
         transform: from a picture to a (3, H, W) tensor; by default `net.transform`. It must not crop.
         skip_unreadable: go on without pictures that cannot be decoded; they are named in the result.
+        unfinished: file for the sums so far, gone on from if this very evaluation was cut short there, and
+            removed in the end.
         progress: called with (stage, done, total), for a bar.
     """
     if not isinstance(net, DualBranch):
@@ -122,22 +126,21 @@ def evaluate(
         _refuse_crops(transform)
     cells = _cells(methods, branches, clamps)
     books = Books(measures, cells, asked.scorers, intervals)
-    skipped, done = list[tuple[str, str]](), 0
-    own = (
-        samples
-        if world() == 1
-        else Samples(tuple(samples[i] for i in _mine(samples, batch_size)), samples.classes)
-    )
-    spawn = net.device.type == "cuda"
-    for batch in collect(own, transform, batch_size=batch_size, workers=workers, spawn=spawn):
+    own = Samples(tuple(samples[i] for i in _mine(samples, batch_size)), samples.classes)
+    kept = None if unfinished is None else Path(unfinished)
+    standing = Standing(kept, kept and _identity(asked, samples, cells, intervals, transform, batch_size))
+    done, skipped = standing.resume(books.metrics, books.blank)
+    rest, spawn = own[done:], net.device.type == "cuda"
+    for batch in collect(rest, transform, batch_size=batch_size, workers=workers, spawn=spawn):
         if batch.skipped and not skip_unreadable:
             name, reason = batch.skipped[0]
             raise DataError(f"image {name}: {reason} Repair it, or go on without: skip_unreadable=True.")
         skipped += batch.skipped
         if len(batch.images):
-            for cell, seen in asked.judged(batch, [own[i] for i in batch.indices], cells):
+            for cell, seen in asked.judged(batch, [rest[i] for i in batch.indices], cells):
                 books.tell(cell, seen)
         done += len(batch.indices) + len(batch.skipped)
+        standing.note(done, skipped, books.metrics, books.blank)
         if progress:
             progress("maps", done, len(own))
     skipped = [pair for part in gathered(skipped) for pair in part]
@@ -158,7 +161,9 @@ def evaluate(
         "definitions": books.definitions(),
         "versions": versions(),
     }
-    return Result(tuple(books.rows(val)), tuple(left_out), tuple(skipped), about, books.metrics)
+    found = Result(tuple(books.rows(val)), tuple(left_out), tuple(skipped), about, books.metrics)
+    standing.close()
+    return found
 
 
 def evaluate_maps(
@@ -233,16 +238,16 @@ class Books:
                 self.metrics[key] = metric = measure.make(intervals=intervals)
                 self._scorers[key] = scorer
                 self._told.setdefault(cell, []).append((measure, metric, scorer))
-        self._blank = {cell: [0, 0] for cell in cells if cell in self._told}  # blank maps, maps
+        self.blank = {cell: [0, 0] for cell in cells if cell in self._told}  # blank maps, maps
 
     def tell(self, cell: Cell, seen: Judged) -> None:
         """Count a batch of maps."""
         for measure, metric, scorer in self._told.get(cell, ()):
             measure.tell(metric, seen, scorer)
-        if cell in self._blank:
+        if cell in self.blank:
             maps = seen.maps if len(seen.maps) or seen.kept is None else seen.kept
-            self._blank[cell][0] += int((~maps.flatten(1).any(1)).sum())
-            self._blank[cell][1] += len(maps)
+            self.blank[cell][0] += int((~maps.flatten(1).any(1)).sum())
+            self.blank[cell][1] += len(maps)
 
     def rows(self, val: Result | None) -> list[Row]:
         """All numbers; the share of blank maps last."""
@@ -252,7 +257,7 @@ class Books:
             for row in rows_of(key, metric, scorer=self._scorers[key] or None, val=val)
         ]
         empty = dict.fromkeys(("low", "high", "threshold", "threshold_from", "scorer"))
-        for cell, counted in self._blank.items():
+        for cell, counted in self.blank.items():
             blank, images = summed(torch.tensor(counted)).tolist()
             value = {"metric": "blank_maps", "value": 100 * blank / images, "images": images}
             found.append({**cell._asdict(), **empty, **value})
@@ -268,6 +273,13 @@ def _mine(samples: Sequence[Sample], batch_size: int) -> list[int]:
     """Which samples are this process's: every n-th batch, whole, so that batches are the same for any n."""
     batches = mine(-(-len(samples) // batch_size))
     return [i for b in batches for i in range(b * batch_size, min((b + 1) * batch_size, len(samples)))]
+
+
+def _identity(asked: _Asked, samples: Samples, cells: Sequence[Cell], *rest: Any) -> Any:
+    """All that shapes the sums of an evaluation."""
+    net = asked.net
+    prints = [data_fingerprint(samples), fingerprint(net.origin), fingerprint(net.sigmoid)]
+    return prints, list(asked.measures), asked.class_from, asked.scorers, asked.zoom, cells, rest
 
 
 def _cells(

@@ -160,8 +160,13 @@ def _measure_network(options: Options, progress: Progress) -> Result:
         "scorers": _words(options.scorer) or ["softmax"],
         "progress": progress,
     }
-    val = None if held is None else evaluate(net, held, metrics=thresholds, **how)
-    return evaluate(net, samples, metrics=metrics, intervals=options.intervals, val=val, **how)
+    kept = options.output / "unfinished"
+    val = None
+    if held is not None:
+        val = evaluate(net, held, metrics=thresholds, unfinished=kept.with_suffix(".val"), **how)
+    return evaluate(
+        net, samples, metrics=metrics, intervals=options.intervals, val=val, unfinished=kept, **how
+    )
 
 
 def _first(samples: Samples, limit: int | None) -> Samples:

@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 import typer
 
+from sigcam.bench.classifiers import network
 from sigcam.bench.pages import distortions, html, overhead, qualitative, write_table
-from sigcam.bench.run import NEEDED, TABLES, Plan, network
+from sigcam.bench.run import ALL, TABLES, Plan
 from sigcam.config import FitConfig
 from sigcam.console import progress_bar
 from sigcam.dist import rank, together
@@ -35,13 +36,12 @@ def run_bench(target: str, plan: Plan, threads: int | None) -> None:
         if first:
             try_folder(plan.output)
         with progress_bar(quiet=not first) as progress:
-            for name in TABLES if target == "all" else [target] if target in TABLES else ():
-                if target == "all" and not any(plan.has(dataset) for dataset in NEEDED[name]):
-                    typer.echo(
-                        f"{name} is left out: {plan.data} has none of {', '.join(NEEDED[name])}.", err=True
-                    )
+            for name in ALL if target == "all" else [target] if target in TABLES else ():
+                make, needed = TABLES[name]
+                if target == "all" and not any(plan.has(dataset) for dataset in needed):
+                    typer.echo(f"{name} is left out: {plan.data} has none of {', '.join(needed)}.", err=True)
                     continue
-                rows = TABLES[name](plan, progress)
+                rows = make(plan, progress)
                 if first:
                     write_table(plan, name, rows)
     if first:  # alone: the other processes have gone

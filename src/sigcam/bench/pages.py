@@ -15,33 +15,42 @@ from typing import Any
 
 import torch
 
+from sigcam.bench.classifiers import network
 from sigcam.bench.paper import OVERHEAD, ROWS
-from sigcam.bench.run import Plan, Row, network, published, row_name, there
+from sigcam.bench.run import Plan, Row, published, row_name, there
 from sigcam.boxes import scaled_boxes
 from sigcam.config import FitConfig
 from sigcam.draw import grid, overlay, with_boxes
-from sigcam.dual import DualBranch
+from sigcam.dual import DualBranch, attach
 from sigcam.explaining import explain
 from sigcam.features import Progress
+from sigcam.fitting import fit
 from sigcam.manifest import versions, write_text
+from sigcam.models import load_classifier
+from sigcam.training import train_probe
 
+_FIDELITY = (
+    *("average_drop", "increase_in_confidence", "mean_map"),
+    *("average_drop:branch", "increase_in_confidence:branch"),
+)
+_LOCATING = ("max_box_acc_v2", "gt_known_loc", "top1_loc", "pxap", "top1_cls")
 COLUMNS: dict[str, tuple[str, ...]] = {
-    "table1": (
-        "average_drop",
-        "increase_in_confidence",
-        "mean_map",
-        "average_drop:branch",
-        "increase_in_confidence:branch",
-    ),
-    "table2": ("max_box_acc_v2", "gt_known_loc", "top1_loc", "pxap", "top1_cls"),
+    "table1": _FIDELITY,
+    "table2": _LOCATING,
     "nwc": ("max_box_acc_v2", "gt_known_loc", "top1_loc", "pxap"),
     "pos-weight": ("max_box_acc_v2", "gt_known_loc", "top1_loc"),
+    "sources": ("max_box_acc_v2", "gt_known_loc", "auroc_nothing"),
+    **dict.fromkeys(("lite2", "stages", "vgg16"), (*_LOCATING, *_FIDELITY)),
 }
 TITLES = {
     "table1": "Table 1: fidelity on fine-grained data",
     "table2": "Table 2: localisation",
     "nwc": "Keeping positive weights alone",
     "pos-weight": "The weight of a positive label",
+    "sources": "Where the gain comes from",
+    "lite2": "A larger network of the family",
+    "stages": "Last stages trained on the data",
+    "vgg16": "The paper's VGG-16 for CAM",
 }
 LOWER = ("average_drop", "average_drop:branch")  # is better; of the mean map neither
 FEET = {
@@ -51,6 +60,11 @@ FEET = {
     "table2": "Maps of the label's class; the threshold of MaxBoxAccV2 is the best on these images, that of "
     "the others 0.2, as the protocol has it. GT-known and Top-1 count any of the image's boxes.",
 }
+FEET["sources"] = FEET["table2"] + (
+    " The last column is the area under the ROC curve by which the best class's score (of the softmax head "
+    "its probability, of the sigmoid branch its evidence) tells these images from photographs of pets."
+)
+FEET |= dict.fromkeys(("lite2", "stages", "vgg16"), f"{FEET['table2']} {FEET['table1']}")
 SIGNS = {True: "better", False: "worse", None: ""}
 
 
@@ -59,11 +73,7 @@ def write_table(plan: Plan, table: str, rows: Sequence[Row]) -> dict[str, Any]:
     shown = [column for column in COLUMNS[table] if any(column in row for row in rows)]
     held: dict[str, Any] = {
         "table": table,
-        "command": " ".join(["sigcam", *sys.argv[1:]]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "seed": plan.seed,
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
+        **_made(plan),
         "foot": foot(plan, table, rows),
         "rows": [
             {"row": row_name(row), **row, "published": {c: published(row, table, c) for c in shown}}
@@ -83,10 +93,22 @@ def write_table(plan: Plan, table: str, rows: Sequence[Row]) -> dict[str, Any]:
     return held
 
 
+def _made(plan: Plan) -> dict[str, Any]:
+    """How and when a table was made."""
+    return {
+        "command": " ".join(["sigcam", *sys.argv[1:]]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "seed": plan.seed,
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+    }
+
+
 def foot(plan: Plan, table: str, rows: Sequence[Row]) -> str:
     """What a reader of the table must know."""
-    counts = ", ".join(f"{name}: {n}" for name, n in {row["dataset"]: row["images"] for row in rows}.items())
-    said = f"Images: {counts}. Backbone: {plan.backbone}. In percent, with 95 % bootstrap intervals; in "
+    counts = ", ".join(dict.fromkeys(f"{row['dataset']}: {row['images']}" for row in rows))
+    networks = ", ".join(dict.fromkeys(row["backbone"] for row in rows))
+    said = f"Images: {counts}. Backbone: {networks}. In percent, with 95 % bootstrap intervals; in "
     said += (
         "parentheses the difference from the softmax head's signed maps on the same images, with its paired "
     )
@@ -107,7 +129,8 @@ def groups(held: dict[str, Any]) -> list[tuple[str, list[Row]]]:
     found = dict[str, list[Row]]()
     for row in held["rows"]:
         size = f", images x{row['zoom']:g}" if row["zoom"] != 1 else ""
-        found.setdefault(f"{row['dataset']}, {row['method']}{size}", []).append(row)
+        name = f"{row['dataset']}, {row['method']}{size}, {row['images']} images"
+        found.setdefault(name, []).append(row)
     return list(found.items())
 
 
@@ -116,20 +139,21 @@ def columns_of(table: str, rows: Sequence[Row]) -> list[str]:
     return [column for column in COLUMNS[table] if any(column in row for row in rows)]
 
 
-def _cell(row: Row, column: str) -> str:
-    """A number, its interval, its difference from the baseline, and the paper's own where it fits."""
+def _parts(row: Row, column: str) -> list[tuple[str, str]]:
+    """A number, its interval, its difference from the baseline, and the paper's own where it fits: what is
+    said and what kind of thing it is."""
     if column not in row:
-        return "-"
-    text = f"{row[column]:.2f}"
+        return [("-", "value")]
+    said = [(f"{row[column]:.2f}", "value")]
     if column in row["intervals"]:
         low, high = row["intervals"][column]
-        text += f" [{low:.1f}, {high:.1f}]"
+        said.append((f"{low:.1f} to {high:.1f}", "interval"))
     if column in row["delta"]:
         value, low, high = row["delta"][column]
         mark = SIGNS[verdict(row, column)]
-        text += f" ({value:+.2f} [{low:+.1f}, {high:+.1f}]{' ' + mark if mark else ''})"
+        said.append((f"{value:+.2f} ({low:+.1f} to {high:+.1f}) {mark}".rstrip(), mark or "difference"))
     paper = row["published"].get(column)
-    return text + (f"; paper {paper:.2f}" if paper is not None else "")
+    return said + ([(f"paper {paper:.2f}", "paper")] if paper is not None else [])
 
 
 def markdown(table: str, held: dict[str, Any]) -> str:
@@ -139,7 +163,12 @@ def markdown(table: str, held: dict[str, Any]) -> str:
         columns = columns_of(table, rows)
         lines += [f"## {name}", "", "| map from | " + " | ".join(c.replace("_", " ") for c in columns) + " |"]
         lines += ["|---" * (len(columns) + 1) + "|"]
-        lines += [f"| {row['row']} | " + " | ".join(_cell(row, c) for c in columns) + " |" for row in rows]
+        lines += [
+            f"| {row['row']} | "
+            + " | ".join("; ".join(text for text, _ in _parts(row, c)) for c in columns)
+            + " |"
+            for row in rows
+        ]
         lines += [""]
     return "\n".join([*lines, held["foot"], "", f"`{held['command']}`, {held['date']}."]) + "\n"
 
@@ -169,18 +198,8 @@ def html(tables: Sequence[dict[str, Any]]) -> str:
 
 
 def _html_cell(row: Row, column: str) -> str:
-    if column not in row:
-        return "-"
-    text = f"{row[column]:.2f}"
-    if column in row["intervals"]:
-        low, high = row["intervals"][column]
-        text += f"<small>{low:.1f} to {high:.1f}</small>"
-    if column in row["delta"]:
-        value, low, high = row["delta"][column]
-        mark = SIGNS[verdict(row, column)]
-        text += f"<small class='{mark}'>{value:+.2f} ({low:+.1f} to {high:+.1f}) {mark}</small>"
-    paper = row["published"].get(column)
-    return text + (f"<small>paper {paper:.2f}</small>" if paper is not None else "")
+    (value, _), *rest = _parts(row, column)
+    return value + "".join(f"<small class='{kind}'>{text}</small>" for text, kind in rest)
 
 
 # --------------------------------------------------------------------------------------------- overhead
@@ -210,18 +229,52 @@ def overhead(plan: Plan, progress: Progress) -> dict[str, Any]:
             progress("overhead", repeat + 1, 8)
     held = {
         "table": "overhead",
-        "command": " ".join(["sigcam", *sys.argv[1:]]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
+        **_made(plan),
         "backbone": plan.backbone,
         "dataset": dataset,
         "parameters": {"classifier": own, "branch": branch},
         "ms_per_image": {name: 1000 * sorted(v)[len(v) // 2] / len(images) for name, v in seconds.items()},
+        "training": _training(plan, dataset, progress),
         "published": OVERHEAD,
     }
     write_text(plan.output / "overhead.json", json.dumps(held, indent=1) + "\n")
+    write_text(plan.output / "overhead.md", "\n".join(_overhead_lines(held)) + "\n")
     return held
+
+
+def _training(plan: Plan, dataset: str, progress: Progress) -> dict[str, float]:
+    """Seconds to train a linear probe and, beside it, the branch, each from pictures; and the part of the
+    latter that is not the backbone's."""
+    train = plan.samples(dataset, "train", 512)
+    classifier = load_classifier(plan.backbone, num_classes=len(train.classes), device=plan.device)
+    began = time.perf_counter()
+    train_probe(classifier, train, seed=plan.seed, workers=plan.workers, progress=progress)
+    probe = time.perf_counter() - began
+    net = attach(classifier.model)
+    net.transform, net.class_names = classifier.transform, train.classes
+    began = time.perf_counter()
+    result = fit(net, train, FitConfig(seed=plan.seed), progress=progress)
+    both = time.perf_counter() - began
+    return {
+        "images": len(train),
+        "classifier, seconds": probe,
+        "branch, seconds": both,
+        "branch without the backbone's pass, seconds": both - result.seconds["features"],
+    }
+
+
+def _overhead_lines(held: dict[str, Any]) -> list[str]:
+    """The measurement as a page; the paper's numbers below it."""
+    lines = ["# Overhead of the branch", "", "| what | number |", "|---|---|"]
+    lines += [f"| parameters, {name} | {count:,} |" for name, count in held["parameters"].items()]
+    lines += [f"| ms per image, {name} | {value:.2f} |" for name, value in held["ms_per_image"].items()]
+    lines += [f"| training, {name} | {value:g} |" for name, value in held["training"].items()]
+    lines += ["", "| the paper's, without / with the branch | hours | ms per image | million parameters |"]
+    lines += ["|---|---|---|---|"]
+    for name, pairs in OVERHEAD.items():
+        lines.append(f"| {name} | " + " | ".join(f"{a:g} / {b:g}" for a, b in pairs) + " |")
+    about = f"{held['backbone']} on {held['dataset']}, batches of 8, {held['threads']} threads, medians of 7."
+    return [*lines, "", about, "", f"`{held['command']}`, {held['date']}."]
 
 
 # ---------------------------------------------------------------------------------------------- figures

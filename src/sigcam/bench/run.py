@@ -6,31 +6,30 @@ on from there.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from sigcam.bench.classifiers import key_of, network
 from sigcam.bench.paper import METHODS, PUBLISHED, ROWS
+from sigcam.bench.vgg import VGG
 from sigcam.bootstrap import Interval, paired
 from sigcam.config import FitConfig
 from sigcam.data import Samples, open_dataset
-from sigcam.dist import rank, wait
-from sigcam.dual import DualBranch, attach, fingerprint, load
+from sigcam.dist import rank, wait, world
+from sigcam.dual import DualBranch, fingerprint, gap_weight
 from sigcam.errors import DataError
 from sigcam.evaluating import evaluate
-from sigcam.features import Progress
-from sigcam.fitting import fit
+from sigcam.features import Progress, extract
 from sigcam.labels import match_classes
 from sigcam.manifest import data_fingerprint, write_text
-from sigcam.models import Classifier, load_classifier, save_classifier
 from sigcam.opening import SHIPPED
+from sigcam.quality import auroc
 from sigcam.result import Result
-from sigcam.training import train_probe
 
 Row = dict[str, Any]
 BASELINE = ("softmax", False)
@@ -41,7 +40,7 @@ BRANCHES: Any = ("softmax", "centred", "sigmoid")
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run on.
+    """What to run on, and with which classifier.
 
     Args:
         data: folder with the data sets, each under its name: cub, cars, ilsvrc, pets.
@@ -49,6 +48,7 @@ class Plan:
         fidelity: how many images confidence is measured on, drawn with the seed; None for all.
         locating: the same for boxes and masks.
         zoom: how much larger the images of the finer rows are; 1 leaves these rows out.
+        learns: what of the classifier is trained on the data: a linear probe, or its last stages too.
     """
 
     data: Path
@@ -57,6 +57,7 @@ class Plan:
     locating: int | None = None
     zoom: float = 2.0
     backbone: str = "embedded"
+    learns: Literal["probe", "stages"] = "probe"
     device: str = "cpu"
     batch_size: int = 16
     workers: int = 0
@@ -71,52 +72,15 @@ class Plan:
         chosen = torch.randperm(len(found), generator=generator)[:count].sort().values
         return Samples(tuple(found[i] for i in chosen.tolist()), found.classes)
 
+    @property
+    def called(self) -> str:
+        """The classifier's name in file names."""
+        short = self.backbone.rpartition(":")[2] if self.backbone.count(":") < 2 else "file"
+        return short if self.learns == "probe" else f"{short}-{self.learns}"
+
     def has(self, dataset: str) -> bool:
         """Whether the data set is there."""
         return (self.data / dataset).is_dir()
-
-
-# ---------------------------------------------------------------------------------- a classifier and a branch
-
-
-def network(plan: Plan, dataset: str, config: FitConfig, progress: Progress) -> DualBranch:
-    """The classifier of a data set with a fitted branch: the ImageNet head with the branch that comes with
-    it, else a linear probe of the training images. Both are kept in the output folder."""
-    if dataset == "ilsvrc" and plan.backbone == "embedded":
-        classifier = load_classifier("embedded", device=plan.device)
-        return _prepared(load(SHIPPED, _last(classifier)), classifier)
-    train = plan.samples(dataset, "train", None)
-    made_of = _key((plan.backbone, plan.seed, data_fingerprint(train)))[:8]
-    home = plan.output / "models" / f"{dataset}-{made_of}"
-    weights = home / "classifier.safetensors"
-    if not weights.is_file() and rank() == 0:
-        classifier = load_classifier(plan.backbone, num_classes=len(train.classes), device=plan.device)
-        _last(classifier)
-        train_probe(classifier, train, seed=plan.seed, workers=plan.workers, progress=progress)
-        home.mkdir(parents=True, exist_ok=True)
-        save_classifier(weights, classifier.model, spec=plan.backbone, classes=train.classes)
-    wait()
-    count = len(train.classes)
-    classifier = load_classifier(plan.backbone, weights=weights, num_classes=count, device=plan.device)
-    file = home / f"branch-{_key(asdict(config))[:8]}.safetensors"
-    if not file.is_file():
-        net = _prepared(attach(_last(classifier)), classifier)
-        fit(net, train, config, cache=plan.output / "features", progress=progress)
-        if rank() == 0:
-            net.save(file)
-        wait()
-    return _prepared(load(file, _last(classifier)), classifier)
-
-
-def _last(classifier: Classifier) -> torch.nn.Module:
-    """The model in the memory layout that is fastest."""
-    return classifier.model.to(memory_format=torch.channels_last)
-
-
-def _prepared(net: DualBranch, classifier: Classifier) -> DualBranch:
-    net.transform = classifier.transform
-    net.class_names = net.class_names or classifier.classes
-    return net
 
 
 # -------------------------------------------------------------------------------------------- evaluations
@@ -130,9 +94,8 @@ def measured(
     samples = match_classes(
         _unseen(samples) if dataset == "ilsvrc" else samples, net.classes, net.class_names
     )
-    state = {key: _key(tensor.double().sum().item()) for key, tensor in net.state_dict().items()}
-    about = (name, fingerprint(net.origin), state, data_fingerprint(samples), how, plan.batch_size)
-    path = plan.output / "parts" / f"{name}-{_key(about)[:12]}.json"
+    prints = fingerprint(net.origin), fingerprint(net.sigmoid), data_fingerprint(samples)
+    path = plan.output / "parts" / f"{name}-{key_of((name, prints, how, plan.batch_size))[:12]}.json"
     if path.is_file():
         rows: list[Row] = json.loads(path.read_text())
         return rows
@@ -142,6 +105,7 @@ def measured(
         batch_size=plan.batch_size,
         workers=plan.workers,
         intervals=True,
+        unfinished=path.with_suffix(".unfinished"),
         progress=lambda _, done, total: progress(name, done, total),
         **how,
     )
@@ -208,12 +172,6 @@ def _name(number: Row) -> str:
     return f"{number['metric']}{fixed}{scorer}"
 
 
-def _key(value: Any) -> str:
-    return hashlib.blake2b(
-        json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16
-    ).hexdigest()
-
-
 # ------------------------------------------------------------------------------------------------- tables
 
 
@@ -222,21 +180,16 @@ def table1(plan: Plan, progress: Progress) -> list[Row]:
     rows = list[Row]()
     for dataset in there(plan, ("cub", "cars")):
         net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
-        samples = plan.samples(dataset, "test", plan.fidelity)
-        rows += measured(
-            plan,
-            f"table1-{dataset}",
-            net,
-            dataset,
-            samples,
-            progress,
-            methods=METHODS,
-            branches=BRANCHES,
-            clamps=(False, True),
-            metrics=FIDELITY,
-            scorers=("softmax", "branch"),
-        )
+        rows += confidence_rows(plan, net, dataset, progress)
     return rows
+
+
+def confidence_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progress) -> list[Row]:
+    """What masks keep of the confidence."""
+    how: Any = {"methods": METHODS, "branches": BRANCHES, "clamps": (False, True), "metrics": FIDELITY}
+    samples = plan.samples(dataset, "test", plan.fidelity)
+    name = f"confidence-{plan.called}-{dataset}"
+    return measured(plan, name, net, dataset, samples, progress, scorers=("softmax", "branch"), **how)
 
 
 def table2(plan: Plan, progress: Progress) -> list[Row]:
@@ -244,12 +197,19 @@ def table2(plan: Plan, progress: Progress) -> list[Row]:
     rows = list[Row]()
     for dataset in there(plan, ("cub", "cars", "ilsvrc", "pets")):
         net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
-        samples = plan.samples(dataset, "test", plan.locating)
-        metrics = ("pxap", "top1_cls") if dataset == "pets" else LOCATING
-        for zoom in dict.fromkeys((1.0, plan.zoom)):
-            how: Any = {"methods": METHODS[:2] if zoom == 1 else METHODS[:1], "branches": BRANCHES}
-            how |= {"clamps": (False, True), "metrics": metrics, "zoom": zoom}
-            rows += measured(plan, f"table2-{dataset}-x{zoom:g}", net, dataset, samples, progress, **how)
+        rows += locating_rows(plan, net, dataset, progress)
+    return rows
+
+
+def locating_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progress) -> list[Row]:
+    """How well maps locate objects."""
+    samples, rows = plan.samples(dataset, "test", plan.locating), list[Row]()
+    metrics = ("pxap", "top1_cls") if dataset == "pets" else LOCATING
+    for zoom in dict.fromkeys((1.0, plan.zoom)):
+        how: Any = {"methods": METHODS[:2] if zoom == 1 else METHODS[:1], "branches": BRANCHES}
+        how |= {"clamps": (False, True), "metrics": metrics, "zoom": zoom}
+        name = f"locating-{plan.called}-{dataset}-x{zoom:g}"
+        rows += measured(plan, name, net, dataset, samples, progress, **how)
     return rows
 
 
@@ -274,6 +234,80 @@ def pos_weight(plan: Plan, progress: Progress) -> list[Row]:
     return rows
 
 
+def sources(plan: Plan, progress: Progress) -> list[Row]:
+    """Where the gain comes from: clamping, centring, sigmoid training, its penalty, images of nothing."""
+    dataset = there(plan, ("cub", "cars"))[0]
+    samples, rows = plan.samples(dataset, "test", plan.locating), list[Row]()
+    strangers = [name for name in ("pets", "cars") if plan.has(name) and name != dataset]
+    nothing = plan.samples("pets", "test", plan.locating) if plan.has("pets") else None
+    fits = {f"L2 {l2:g}": FitConfig(l2=l2, seed=plan.seed) for l2 in (0.1, 0.01, 0.001, 0.0001)}
+    if strangers:
+        fits["L2 0.1, with negatives"] = FitConfig(l2=0.1, seed=plan.seed)
+    for number, (said, config) in enumerate(fits.items()):
+        others = [sample for name in strangers for sample in plan.samples(name, "train", None)]
+        negatives = Samples(tuple(others), ("none", "of them")) if "negatives" in said else None
+        net = network(plan, dataset, config, progress, negatives)
+        how: Any = {"methods": METHODS[:1], "clamps": (False, True), "metrics": LOCATING[:2]}
+        made = measured(plan, f"sources-{number}", net, dataset, samples, progress, branches=BRANCHES, **how)
+        known = {} if nothing is None else _knows(plan, net, samples, nothing, progress)
+        for row in made:
+            row |= {"auroc_nothing": known[row["branch"]]} if row["branch"] in known else {}
+            rows += [row | {"fit": said}] if row["branch"] == "sigmoid" else [] if number else [row]
+    return rows
+
+
+@torch.no_grad()
+def _knows(
+    plan: Plan, net: DualBranch, samples: Samples, nothing: Samples, progress: Progress
+) -> dict[str, float]:
+    """How well the best class's score tells images of the classes from others: area under the ROC, percent,
+    for the softmax head's probability and for the sigmoid branch's evidence."""
+    found = dict[str, list[torch.Tensor]](softmax=[], sigmoid=[])
+    for part in (samples, nothing):
+        held = extract(
+            net, part, FitConfig(), cache=plan.output / "features", progress=progress, labelled=False
+        )
+        for branch, scores in found.items():
+            weight_bias = gap_weight(net.last_layer(branch))  # type: ignore[arg-type]
+            if weight_bias is None or held.views[0].ndim != 2:
+                return {}
+            logits = held.views[0].float() @ weight_bias[0].T + weight_bias[1]
+            scores.append((logits.softmax(1) if branch == "softmax" else logits).amax(1))
+    return {
+        branch: 100 * float(auroc(torch.cat(scores)[:, None], _ones_zeros(scores))[0])
+        for branch, scores in found.items()
+    }
+
+
+def _ones_zeros(scores: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([torch.ones(len(scores[0]), 1), torch.zeros(len(scores[1]), 1)])
+
+
+def another(plan: Plan, progress: Progress) -> list[Row]:
+    """Fidelity and localisation of another classifier, on the first data set of fine-grained classes."""
+    dataset = there(plan, ("cub", "cars"))[0]
+    net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
+    return confidence_rows(plan, net, dataset, progress) + locating_rows(plan, net, dataset, progress)
+
+
+def lite2(plan: Plan, progress: Progress) -> list[Row]:
+    """A larger network of the same family, as a linear probe."""
+    return another(replace(plan, backbone="embedded:lite2"), progress)
+
+
+def stages(plan: Plan, progress: Progress) -> list[Row]:
+    """The same network with its last stages trained on the data, so that not all is a linear probe."""
+    return another(replace(plan, learns="stages"), progress)
+
+
+def vgg16(plan: Plan, progress: Progress) -> list[Row]:
+    """The paper's own network with its published convolutions, on fewer images: it is slow."""
+    if world() > 1:
+        raise DataError("vgg16 is trained in one process: start it without torchrun.")
+    confidence, locating = plan.fidelity and min(plan.fidelity, 100), plan.locating or 1000
+    return another(replace(plan, backbone=VGG, zoom=1.0, fidelity=confidence, locating=locating), progress)
+
+
 def there(plan: Plan, wanted: Sequence[str]) -> list[str]:
     """Those of the data sets that are there, at least one."""
     found = [name for name in wanted if plan.has(name)]
@@ -284,27 +318,27 @@ def there(plan: Plan, wanted: Sequence[str]) -> list[str]:
     return found
 
 
-TABLES: dict[str, Callable[[Plan, Progress], list[Row]]] = {
-    "table1": table1,
-    "table2": table2,
-    "nwc": nwc,
-    "pos-weight": pos_weight,
+# What makes each table, and the data sets of which it takes those that are there.
+FINE = ("cub", "cars")
+TABLES: dict[str, tuple[Callable[[Plan, Progress], list[Row]], tuple[str, ...]]] = {
+    "table1": (table1, FINE),
+    "table2": (table2, (*FINE, "ilsvrc", "pets")),
+    "nwc": (nwc, (*FINE, "ilsvrc", "pets")),
+    "pos-weight": (pos_weight, FINE),
+    "sources": (sources, FINE),
+    "lite2": (lite2, FINE),
+    "stages": (stages, FINE),
+    "vgg16": (vgg16, FINE),
 }
-
-
-NEEDED: dict[str, tuple[str, ...]] = {  # a table is made of those of its data sets that are there
-    "table1": ("cub", "cars"),
-    "table2": ("cub", "cars", "ilsvrc", "pets"),
-    "nwc": ("cub", "cars", "ilsvrc", "pets"),
-    "pos-weight": ("cub", "cars"),
-}
+ALL = ("table1", "table2", "nwc", "pos-weight", "sources")  # what "all" makes, besides overhead and figures
 
 
 def row_name(row: Row) -> str:
     """What the row is called in a table."""
     names = {kind: name for name, kind in ROWS.items()}
     name = names.get((row["branch"], row["clamp"]), f"{row['branch']}, {row['clamp']}")
-    return name + (f", positive weight {row['pos_weight']:g}" if "pos_weight" in row else "")
+    name += f", positive weight {row['pos_weight']:g}" if "pos_weight" in row else ""
+    return name + (f", {row['fit']}" if "fit" in row else "")
 
 
 BACKBONES = {"vgg16": "VGG-16", "resnet50": "ResNet-50", "inception_v3": "InceptionV3"}

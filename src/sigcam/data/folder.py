@@ -151,7 +151,7 @@ def subfolders(root: Path) -> list[str]:
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Lines with text on them, stripped, with their numbers from 1."""
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             yield number, line.strip()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sigcam.data import Box, Sample, Samples, Size
-from sigcam.data.folder import open_picture
+from sigcam.data.folder import numbered_lines, open_picture
 from sigcam.errors import DataError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ SPLIT_NAMES = {
     "train": ("train", "train-weaksup"),
     "val": ("val", "train-fullsup"),
 }  # the two releases' names
+PROXY = "-proxy"  # behind a split's name: its shorter list, image_ids_proxy.txt
 PEEKED = 16  # pictures whose size is looked at before any is opened
 PROTOCOL_SIZE = (224, 224)  # what masks of several sizes are brought to
 Line = tuple[int, str]  # its number, from 1, and its text
@@ -40,11 +41,14 @@ def wsol(root: str | Path, *, split: str = "train", pictures: bool = True) -> Sa
     folder, those of Cars in `cars_<split>`; masks in `masks` or beside the pictures.
 
     Args:
+        split: its folder's name; "train-proxy" takes the shorter list of train, image_ids_proxy.txt.
         pictures: False neither looks for pictures nor opens them: enough to score maps.
     """
     root = Path(root)
-    at = _split_folder(root, split)
-    ids = _ids(at / IDS)
+    whole = split.removesuffix(PROXY)
+    at = _split_folder(root, whole)
+    listed = at / (IDS if whole == split else f"{Path(IDS).stem}_proxy.txt")
+    ids = _ids(listed)
     labels, sizes, boxes = _labels(at / LABELS), _sizes(at / SIZES), dict[str, tuple[Box, ...]]()
     masks, lines = dict[str, Masks](), list(_lines(at / PLACES))
     if lines and _box_fields(lines[0][1]):
@@ -58,11 +62,12 @@ def wsol(root: str | Path, *, split: str = "train", pictures: bool = True) -> Sa
     ):
         lost = next((i for i in ids if i not in found), None) if found else None
         if lost is not None:
+            number = next(n for n, text in _lines(listed) if text == lost)
             raise DataError(
-                f"{at / file}: image {lost} has no {what}: add its line, or take it out of {IDS}."
+                f"{listed} line {number}: image {lost} has no {what} in {file}: add it there, or remove this."
             )
     classes = _class_names(at, [label for label, _ in labels.values()])
-    files = _picture_files(root, at, split, ids) if pictures else {}
+    files = _picture_files(root, listed, whole, ids) if pictures else {}
     squashed = _squashed(files, sizes, at / SIZES)
     items = [
         Sample(
@@ -161,22 +166,22 @@ def _tops(root: Path, at: Path) -> list[Path]:
     return [root, *above[:2], *beside]
 
 
-def _picture_files(root: Path, at: Path, split: str, ids: Sequence[str]) -> dict[str, Path]:
+def _picture_files(root: Path, listed: Path, split: str, ids: Sequence[str]) -> dict[str, Path]:
     """The file of each picture; all of a split are in one folder."""
-    tops = [folder for top in _tops(root, at) for folder in (top / "images", top)]
+    tops = [folder for top in _tops(root, listed.parent) for folder in (top / "images", top)]
     folders = list(dict.fromkeys(f for top in tops for f in (top, top / f"cars_{split}")))
     home = _holder(folders, ids)
     if home is None:
         raise DataError(
-            f"{at / IDS}: none of its pictures is there, e.g. {ids[0]}: looked in "
+            f"{listed}: none of its pictures is there, e.g. {ids[0]}: looked in "
             f"{', '.join(str(folder) for folder in folders if folder.is_dir())}."
         )
     files = {id: home / id for id in ids}
     lost = next((id for id, file in files.items() if not file.is_file()), None)
     if lost is not None:
-        number = next(n for n, text in _lines(at / IDS) if text == lost)
+        number = next(n for n, text in _lines(listed) if text == lost)
         raise DataError(
-            f"{at / IDS} line {number}: picture {lost} is not in {home}: add it, or remove its line."
+            f"{listed} line {number}: picture {lost} is not in {home}: add it, or remove its line."
         )
     return files
 
@@ -232,18 +237,8 @@ def _squashed(files: Mapping[str, Path], sizes: Mapping[str, Size], said: Path) 
 
 
 def _lines(path: Path) -> Iterator[Line]:
-    """Lines with text on them, stripped, with their numbers; none where there is no file."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        return
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}.") from error
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield number, line.strip()
+    """Lines with text on them, with their numbers; none where there is no file."""
+    return numbered_lines(path) if path.exists() else iter(())
 
 
 def _ids(path: Path) -> list[str]:

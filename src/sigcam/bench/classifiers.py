@@ -1,0 +1,99 @@
+"""The classifiers under test, trained once and kept: a linear probe, the last stages of a network, or the
+paper's VGG-16 on its published convolutions; and the branch fitted beside each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sigcam.bench.vgg import VGG, open_vgg, pooled_cells
+from sigcam.classifying import train_classifier
+from sigcam.config import FitConfig, TrainConfig
+from sigcam.data import Samples
+from sigcam.dist import rank, wait
+from sigcam.dual import DualBranch, attach, load
+from sigcam.features import Data, Features, Progress
+from sigcam.fitting import fit
+from sigcam.manifest import data_fingerprint
+from sigcam.models import Classifier, load_classifier, save_classifier
+from sigcam.opening import SHIPPED
+from sigcam.training import train_probe
+
+if TYPE_CHECKING:
+    from sigcam.bench.run import Plan
+
+STAGES = TrainConfig(epochs=5, lr=1e-2, head_lr_ratio=10.0, decay_every=4, freeze_until="blocks.5")
+
+
+def network(
+    plan: Plan, dataset: str, config: FitConfig, progress: Progress, negatives: Samples | None = None
+) -> DualBranch:
+    """The classifier of a data set with a fitted branch: the ImageNet head with the branch that comes with
+    it, else one trained on the data set's own images. Both are kept in the output folder."""
+    if dataset == "ilsvrc" and plan.backbone == "embedded":
+        classifier = load_classifier("embedded", device=plan.device)
+        return _prepared(load(SHIPPED, _last(classifier)), classifier)
+    train = plan.samples(dataset, "train", None)
+    recipe = asdict(STAGES) if plan.learns == "stages" else None
+    made_of = key_of((plan.backbone, plan.learns, recipe, plan.seed, data_fingerprint(train)))[:8]
+    home = plan.output / "models" / f"{dataset}-{plan.learns}-{made_of}"
+    weights = home / "classifier.safetensors"
+    if not weights.is_file() and rank() == 0:
+        home.mkdir(parents=True, exist_ok=True)
+        _train(plan, train, weights, progress)
+    wait()
+    count = len(train.classes)
+    classifier = load_classifier(
+        plan.backbone, weights=weights, num_classes=count, device=plan.device, pretrained=False
+    )
+    without = [] if negatives is None else [data_fingerprint(negatives)]
+    file = home / f"branch-{key_of([asdict(config), *without])[:8]}.safetensors"
+    if not file.is_file():
+        net = _prepared(attach(_last(classifier)), classifier)
+        data: Data | Features = train
+        if plan.backbone == VGG:
+            data = pooled_cells(classifier, train, plan.output / "features", progress)
+        fit(net, data, config, negatives=negatives, cache=plan.output / "features", progress=progress)
+        if rank() == 0:
+            net.save(file)
+        wait()
+    return _prepared(load(file, _last(classifier)), classifier)
+
+
+def _train(plan: Plan, train: Samples, weights: Path, progress: Progress) -> None:
+    """Trains the classifier that the plan asks for and writes it."""
+    torch.manual_seed(plan.seed)  # of a new head
+    if plan.backbone == VGG:
+        classifier = open_vgg(plan, train, progress)
+    else:
+        classifier = load_classifier(plan.backbone, num_classes=len(train.classes), device=plan.device)
+        _last(classifier)
+        if plan.learns == "stages":
+            checkpoint = weights.with_name("checkpoint.pt")
+            train_classifier(classifier, train, STAGES, checkpoint=checkpoint, progress=progress)
+            checkpoint.unlink(missing_ok=True)
+        else:
+            train_probe(classifier, train, seed=plan.seed, workers=plan.workers, progress=progress)
+    save_classifier(weights, classifier.model, spec=plan.backbone, classes=train.classes)
+
+
+def _last(classifier: Classifier) -> torch.nn.Module:
+    """The model in the memory layout that is fastest."""
+    return classifier.model.to(memory_format=torch.channels_last)
+
+
+def _prepared(net: DualBranch, classifier: Classifier) -> DualBranch:
+    net.transform = classifier.transform
+    net.class_names = net.class_names or classifier.classes
+    return net
+
+
+def key_of(value: Any) -> str:
+    """A name for a value that JSON can write."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
