@@ -9,6 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from sigcam.console import progress_bar
 from sigcam.errors import DataError
 from sigcam.options import options_of
 
@@ -79,3 +80,14 @@ def test_help_is_the_docstrings() -> None:
 def test_a_word_that_is_none_is_refused(words: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
         called(*words)
+
+
+def test_a_stage_that_comes_again_is_timed_anew_and_its_end_told_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, 50.0, 100.0, 103.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    with progress_bar() as progress:
+        for done in (1, 4, 4, 1, 4):
+            progress("features", done, 4)
+    assert capsys.readouterr().err.splitlines() == ["features: 4 of 4, 50 s", "features: 4 of 4, 3 s"]

@@ -102,8 +102,11 @@ def progress_bar(quiet: bool = False) -> Iterator[Callable[[str, int, int], None
     columns = (TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("ETA"), TimeRemainingColumn(), console=Console(stderr=True)) as bars:
         tasks: dict[str, Any] = {}
+        ended = set[str]()
 
         def update(stage: str, done: int, total: int) -> None:
+            if _comes_again(stage, done, total, tasks, ended):
+                return
             if stage not in tasks:
                 tasks[stage] = bars.add_task(stage, total=total)
             bars.update(tasks[stage], completed=done, total=total)
@@ -116,14 +119,31 @@ def _plain_lines() -> Callable[[str, int, int], None]:
 
     began: dict[str, float] = {}
     told: dict[str, float] = {}
+    ended = set[str]()
 
     def update(stage: str, done: int, total: int) -> None:
+        if _comes_again(stage, done, total, began, ended):
+            return
         now = monotonic()
-        began.setdefault(stage, now)
-        if done >= total or now - told.get(stage, began[stage]) >= 10:
+        if stage not in began:
+            began[stage] = told[stage] = now
+        if done >= total or now - told[stage] >= 10:
             told[stage] = now
             left = (now - began[stage]) / max(done, 1) * (total - done)
             eta = f", about {left:.0f} s left" if done < total else f", {now - began[stage]:.0f} s"
             typer.echo(f"{stage}: {done} of {total}{eta}", err=True)
 
     return update
+
+
+def _comes_again(stage: str, done: int, total: int, shown: dict[str, Any], ended: set[str]) -> bool:
+    """Whether an end is told of twice; a stage that begins again after its end is forgotten, to be shown
+    anew."""
+    if done >= total > 0:
+        twice = stage in ended
+        ended.add(stage)
+        return twice
+    if stage in ended:
+        ended.remove(stage)
+        del shown[stage]
+    return False

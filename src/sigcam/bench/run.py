@@ -33,6 +33,7 @@ from sigcam.result import Result
 
 Row = dict[str, Any]
 BASELINE = ("softmax", False)
+FEWER = 1000  # images that classifiers besides the first, and fits besides the default, are measured on
 LOCATING = ("max_box_acc_v2", "gt_known_loc", "top1_loc", "top1_cls")
 FIDELITY = ("average_drop", "increase_in_confidence", "mean_map")
 BRANCHES: Any = ("softmax", "centred", "sigmoid")
@@ -71,6 +72,11 @@ class Plan:
         generator = torch.Generator().manual_seed(self.seed)
         chosen = torch.randperm(len(found), generator=generator)[:count].sort().values
         return Samples(tuple(found[i] for i in chosen.tolist()), found.classes)
+
+    @property
+    def fewer(self) -> int | None:
+        """How many images the tables beside the paper's own are measured on."""
+        return self.locating or (None if self.fidelity is None else FEWER)
 
     @property
     def called(self) -> str:
@@ -236,10 +242,10 @@ def pos_weight(plan: Plan, progress: Progress) -> list[Row]:
 
 def sources(plan: Plan, progress: Progress) -> list[Row]:
     """Where the gain comes from: clamping, centring, sigmoid training, its penalty, images of nothing."""
-    dataset = there(plan, ("cub", "cars"))[0]
-    samples, rows = plan.samples(dataset, "test", plan.locating), list[Row]()
+    dataset, count = there(plan, ("cub", "cars"))[0], plan.fewer
+    samples, rows = plan.samples(dataset, "test", count), list[Row]()
     strangers = [name for name in ("pets", "cars") if plan.has(name) and name != dataset]
-    nothing = plan.samples("pets", "test", plan.locating) if plan.has("pets") else None
+    nothing = plan.samples("pets", "test", count) if plan.has("pets") else None
     fits = {f"L2 {l2:g}": FitConfig(l2=l2, seed=plan.seed) for l2 in (0.1, 0.01, 0.001, 0.0001)}
     if strangers:
         fits["L2 0.1, with negatives"] = FitConfig(l2=0.1, seed=plan.seed)
@@ -284,8 +290,9 @@ def _ones_zeros(scores: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def another(plan: Plan, progress: Progress) -> list[Row]:
-    """Fidelity and localisation of another classifier, on the first data set of fine-grained classes."""
-    dataset = there(plan, ("cub", "cars"))[0]
+    """Fidelity and localisation of another classifier, on the first data set of fine-grained classes, on
+    fewer images and none of them enlarged."""
+    plan, dataset = replace(plan, locating=plan.fewer, zoom=1.0), there(plan, ("cub", "cars"))[0]
     net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
     return confidence_rows(plan, net, dataset, progress) + locating_rows(plan, net, dataset, progress)
 
@@ -301,11 +308,11 @@ def stages(plan: Plan, progress: Progress) -> list[Row]:
 
 
 def vgg16(plan: Plan, progress: Progress) -> list[Row]:
-    """The paper's own network with its published convolutions, on fewer images: it is slow."""
+    """The paper's own network with its published convolutions; confidence on fewer images: it is slow."""
     if world() > 1:
         raise DataError("vgg16 is trained in one process: start it without torchrun.")
-    confidence, locating = plan.fidelity and min(plan.fidelity, 100), plan.locating or 1000
-    return another(replace(plan, backbone=VGG, zoom=1.0, fidelity=confidence, locating=locating), progress)
+    fewest = plan.fidelity and min(plan.fidelity, 100)
+    return another(replace(plan, backbone=VGG, fidelity=fewest), progress)
 
 
 def there(plan: Plan, wanted: Sequence[str]) -> list[str]:

@@ -1,0 +1,147 @@
+"""Plots of docs/results.md from the tables in benchmarks/results.
+
+python scripts/plot_results.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).parents[1]
+NAMES = {
+    ("softmax", False): "softmax, signed (baseline)",
+    ("softmax", True): "softmax, clamped",
+    ("centred", False): "centred, signed",
+    ("centred", True): "centred, clamped",
+    ("sigmoid", False): "sigmoid, signed",
+    ("sigmoid", True): "sigmoid, clamped (the method)",
+}
+COLOURS = {"softmax": "#9a6a00", "centred": "#5b5bd6", "sigmoid": "#0a7d55"}
+TITLES = {
+    "cub": "CUB, boxes",
+    "cars": "Cars, boxes",
+    "ilsvrc": "ImageNet, boxes",
+    "pets": "Pets, pixels (PxAP)",
+}
+
+
+def rows_of(table: str) -> list[dict[str, Any]]:
+    """The rows of a committed table."""
+    rows: list[dict[str, Any]] = json.loads((ROOT / "benchmarks/results" / f"{table}.json").read_text())[
+        "rows"
+    ]
+    return rows
+
+
+def save(figure: Any, name: str) -> None:
+    """As SVG with text as text."""
+    path = ROOT / "docs/images" / f"{name}.svg"
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+    print(path)
+
+
+def localisation() -> None:
+    """Every row of table 2 with its interval, one panel per data set; hollow marks: images twice as large."""
+    rows = [row for row in rows_of("table2") if row["method"] == "cam"]
+    figure, axes = plt.subplots(1, 4, figsize=(12, 3.4), sharey=True)
+    for axis, (dataset, title) in zip(axes, TITLES.items(), strict=True):
+        metric = "pxap" if dataset == "pets" else "max_box_acc_v2"
+        for row in rows:
+            if row["dataset"] != dataset:
+                continue
+            place = list(NAMES).index((row["branch"], row["clamp"])) + (0.18 if row["zoom"] > 1 else -0.18)
+            low, high = row["intervals"][metric]
+            colour = COLOURS[row["branch"]]
+            face = "white" if row["zoom"] > 1 else colour
+            axis.plot([low, high], [place, place], color=colour, linewidth=1.5)
+            axis.plot(row[metric], place, "o", color=colour, markerfacecolor=face, markersize=6)
+        axis.set_title(title, fontsize=11)
+        axis.grid(axis="x", color="#dddddd")
+        axis.set_axisbelow(True)
+    axes[0].set_yticks(range(len(NAMES)), list(NAMES.values()))
+    axes[0].invert_yaxis()
+    figure.supxlabel("percent; filled: the network's own size, hollow: images twice as large", fontsize=10)
+    save(figure, "results-localisation")
+
+
+def fidelity() -> None:
+    """Average drop of table 1 by method, on both data sets."""
+    rows = rows_of("table1")
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    sets = list(dict.fromkeys(row["dataset"] for row in rows))
+    figure, axes = plt.subplots(1, len(sets), figsize=(6 * len(sets), 3.6), squeeze=False)
+    for axis, dataset in zip(axes[0], sets, strict=True):
+        for number, (kind, name) in enumerate(NAMES.items()):
+            chosen = [r for r in rows if r["dataset"] == dataset and (r["branch"], r["clamp"]) == kind]
+            chosen.sort(key=lambda r: methods.index(r["method"]))
+            places = [methods.index(r["method"]) + (number - 2.5) * 0.12 for r in chosen]
+            colour = COLOURS[kind[0]]
+            face = colour if kind[1] else "white"
+            for place, row in zip(places, chosen, strict=True):
+                axis.plot([place] * 2, row["intervals"]["average_drop"], color=colour, linewidth=1.2)
+            values = [r["average_drop"] for r in chosen]
+            axis.plot(places, values, "o", color=colour, markerfacecolor=face, markersize=5, label=name)
+        axis.set_xticks(range(len(methods)), methods)
+        axis.set_title({"cub": "CUB", "cars": "Cars"}.get(dataset, dataset), fontsize=11)
+        axis.set_ylabel("average drop, percent (lower is better)")
+        axis.grid(axis="y", color="#dddddd")
+        axis.set_axisbelow(True)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, ncol=3, fontsize=9, frameon=False, loc="upper center", bbox_to_anchor=(0.5, 0)
+    )
+    save(figure, "results-fidelity")
+
+
+def sources() -> None:
+    """Signed and clamped maps and the knowledge that nothing is there, against the penalty."""
+    rows = rows_of("sources")
+    fits = list(dict.fromkeys(row["fit"] for row in rows if "fit" in row))[::-1]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.4))
+    panels = (
+        (axes[0], "max_box_acc_v2", "MaxBoxAccV2, percent"),
+        (axes[1], "auroc_nothing", "AUROC, percent"),
+    )
+    for axis, metric, label in panels:
+        for clamp in (False, True) if metric == "max_box_acc_v2" else (True,):
+            said = ("sigmoid, clamped" if clamp else "sigmoid, signed") if len(panels) > 1 else "sigmoid"
+            said = said if metric == "max_box_acc_v2" else "sigmoid evidence"
+            own = {row["fit"]: row for row in rows if row["branch"] == "sigmoid" and row["clamp"] == clamp}
+            values = [own[fit][metric] for fit in fits]
+            face = COLOURS["sigmoid"] if clamp else "white"
+            axis.plot(fits, values, "o-", color=COLOURS["sigmoid"], markerfacecolor=face, label=said)
+        for row in rows:
+            if (
+                row["branch"] == "sigmoid"
+                or metric not in row
+                or (metric == "auroc_nothing" and row["clamp"])
+            ):
+                continue
+            style = "-" if row["clamp"] else "--"
+            name = NAMES[row["branch"], row["clamp"]].replace(" (baseline)", "")
+            name = name if metric == "max_box_acc_v2" else "softmax probability"
+            axis.axhline(
+                row[metric], color=COLOURS[row["branch"]], linestyle=style, linewidth=1.2, label=name
+            )
+        axis.set_ylabel(label)
+        axis.set_xticks(range(len(fits)), [fit.replace(", with ", "\nwith ") for fit in fits])
+        axis.grid(axis="y", color="#dddddd")
+        axis.legend(fontsize=8, frameon=False)
+    axes[0].set_title("Maps locate the bird (CUB)", fontsize=11)
+    axes[1].set_title("Scores tell birds from pets", fontsize=11)
+    figure.tight_layout()
+    save(figure, "results-sources")
+
+
+if __name__ == "__main__":
+    mpl.rcParams |= {"svg.fonttype": "none", "font.family": "sans-serif", "figure.facecolor": "white"}
+    mpl.rcParams["svg.hashsalt"] = "sigcam"
+    localisation()
+    fidelity()
+    sources()
