@@ -117,7 +117,7 @@ def progress_bar(quiet: bool = False) -> Iterator[Callable[[str, int, int], None
 def _plain_lines() -> Callable[[str, int, int], None]:
     from time import monotonic
 
-    began: dict[str, float] = {}
+    began: dict[str, tuple[float, int]] = {}  # when, and how much was done: a run may go on from another
     told: dict[str, float] = {}
     ended = set[str]()
 
@@ -126,11 +126,12 @@ def _plain_lines() -> Callable[[str, int, int], None]:
             return
         now = monotonic()
         if stage not in began:
-            began[stage] = told[stage] = now
+            began[stage], told[stage] = (now, done), now
+        start, before = began[stage]
         if done >= total or now - told[stage] >= 10:
             told[stage] = now
-            left = (now - began[stage]) / max(done, 1) * (total - done)
-            eta = f", about {left:.0f} s left" if done < total else f", {now - began[stage]:.0f} s"
+            left = (now - start) / max(done - before, 1) * (total - done)
+            eta = f", about {left:.0f} s left" if done < total else f", {now - start:.0f} s"
             typer.echo(f"{stage}: {done} of {total}{eta}", err=True)
 
     return update
