@@ -325,10 +325,10 @@ def test_without_labels_or_a_fitted_branch_the_page_says_so(samples: Samples):
     read = evaluated(net, unlabelled, metrics=["mean_map"], class_from="predicted")[2]
     assert "no labels that the classifier knows" in read.text
     net.fitted = False
-    read = evaluated(net, samples, metrics=["gt_known_loc"], branches=["softmax"])[2]
+    _, seen, read = evaluated(net, samples, metrics=["gt_known_loc"], branches=["softmax"])
     assert "the sigmoid branch is not fitted, so there is no evidence" in read.text.lower()
     assert "Maps of one branch alone were evaluated." in read.text
-    assert "evidence 0." not in read.text
+    assert "evidence 0." not in read.text and not seen.glances[0].evidence
 
 
 def test_one_image_is_too_few_to_be_the_best(samples: Samples):

@@ -21,11 +21,13 @@ class Line:
     Args:
         points: x and y, in the order they are joined.
         dots: x, y and radius of marks on it.
+        faint: the dots are what counts.
     """
 
     name: str
     points: Sequence[Point]
     dots: Sequence[tuple[float, float, float]] = ()
+    faint: bool = False
 
 
 def line_chart(
@@ -59,7 +61,7 @@ def line_chart(
     if rule is not None:
         drawn.append(_path([at(rule, y_range[0]), at(rule, y_range[1])], "rule"))
     for number, line in enumerate(lines):
-        style = f"line s{number % len(STYLES)}"
+        style = f"line s{number % len(STYLES)}" + " faint" * line.faint
         drawn.append(_path([at(*point) for point in line.points], style, STYLES[number % len(STYLES)]))
         for x, y, radius in line.dots:
             u, v = at(x, y)

@@ -204,12 +204,12 @@ def _reliability(seen: Look) -> Section:
             (*p, 2.5 + 5 * (held.count[i] / max(held.count)) ** 0.5)
             for p, i in zip(points, bins, strict=True)
         ]
-        lines.append(Line(f"{name}, error {held.error:.3f}", points, dots))
+        lines.append(Line(f"{name}, error {held.error:.3f}", points, dots, faint=True))
     chart = line_chart("the predicted class", lines, x_name="its score", y_name="right, %", diagonal=True)
     told = f"{_whose(seen)} Larger dots stand for more images; a frequency lies on the dashed line."
     told += (
-        " Evidence is one only if the branch was calibrated: with positives weighted, it is the odds against "
-        "an average class."
+        " Evidence is a frequency only if the branch was calibrated: with positives weighted, it is the odds "
+        "against an average class."
         if seen.net.fitted
         else " The sigmoid branch is not fitted, so there is no evidence to show."
     )
@@ -229,7 +229,7 @@ def _telling(seen: Look) -> list[Section]:
     half = min(TELLING, len(seen.glances) // 2)
     if seen.boxed:
         ranked = sorted(seen.glances, key=lambda g: -g.ious[-1])
-        what = f"By the IoU of the box of {name} at threshold {FIXED} with the ground truth, in red."
+        what = f"By the IoU of the box of {name} at threshold {FIXED}, green, with the true one, red."
     else:
         ranked = sorted(seen.glances, key=lambda g: g.drops[-1])
         what = (

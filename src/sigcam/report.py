@@ -137,7 +137,7 @@ class Gallery:
     @property
     def ends(self) -> tuple[str, str, str]:
         """What is written below the colours."""
-        return ("against", "0", "for the class, in logits") if self.signed else ends(None)
+        return ("against", "0 logits", "for the class") if self.signed else ends(None)
 
 
 @dataclass(frozen=True)

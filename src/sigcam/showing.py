@@ -56,7 +56,9 @@ def explained_page(
         values = [torch.from_numpy(np.load(maps[row["image"]])) for row in part]
         other = redraw(pictures, [row["class"] for row in part]) if redraw else None
         for i, (row, picture) in enumerate(zip(part, pictures, strict=True)):
-            cards.append(_explained(row, seen_by(net, picture), values[i], other, i))
+            label = opened[row["image"]].label
+            named = "" if label is None else samples.classes[label]
+            cards.append(_explained(row, named, seen_by(net, picture), values[i], other, i))
         progress("report", len(cards), len(shown))
     heads = f"{first['branch']} branch" if first["branch"] == "sigmoid" else f"{first['branch']} head"
     judged = first["evidence"] is not None
@@ -95,26 +97,30 @@ def explained_page(
     )
 
 
-def _explained(row: Row, picture: Image.Image, values: Tensor, other: Explanation | None, i: int) -> Card:
-    """What is told of one image."""
-    raw, top = row["scale"] == "raw", row["top"]
-    name = row["class_name"]
-    drawn = with_boxes(overlay(picture, values, signed=raw), [row["box"]])
+def _explained(
+    row: Row, label: str, picture: Image.Image, values: Tensor, other: Explanation | None, i: int
+) -> Card:
+    """What is told of one image, whose map by the other head is the i-th."""
+    raw, top, name = row["scale"] == "raw", row["top"], row["class_name"]
+    theirs = None if other is None else other.first_maps()[i].cpu()
+    peak = max(largest(each) for each in (values, theirs) if each is not None) if raw else None
+    drawn = with_boxes(overlay(picture, values, signed=raw, peak=peak), [row["box"]])
     shots = [
         Shot(data_uri(drawn, QUALITY), f"{row['branch']} map of {name} on {row['image']}", row["branch"])
     ]
+    facts = [("label", label)] if label else []
+    facts.append(("map of", name))
+    if row["class"] != top[0]["class"]:  # whose scores are in the list of likely classes
+        facts.append(("its probability", f"{row['probability']:.3f}"))
+        facts += [("its evidence", f"{row['evidence']:.3f}")] if row["evidence"] is not None else []
     disagreement = None
-    facts = [("map of", name), ("probability", f"{row['probability']:.3f}")]
-    if row["evidence"] is not None:
-        facts.append(("evidence", f"{row['evidence']:.3f}"))
-    if other is not None:
-        theirs = other.first_maps()[i].cpu()
+    if other is not None and theirs is not None:
         disagreement = disagree(values, theirs)
-        drawn = overlay(picture, theirs, signed=raw)
+        drawn = overlay(picture, theirs, signed=raw, peak=peak)
         shots.append(Shot(data_uri(drawn, QUALITY), f"{other.branch} map of {name}", other.branch))
         facts.append(("disagreement", f"{disagreement:.2f}"))
-    if raw:
-        facts.append(("colours end at", f"{largest(values):.3g} logits"))
+    if peak is not None:
+        facts.append(("colours end at", f"{peak:.3g} logits"))
     apart = None if row["evidence"] is None else abs(row["probability"] - row["evidence"])
     return Card(
         row["image"],

@@ -1,4 +1,5 @@
 "use strict";
+addEventListener("beforeprint", () => { for (const each of document.querySelectorAll("details")) each.open = true; });
 for (const gallery of document.querySelectorAll(".gallery")) {
   const tools = gallery.querySelector(".tools"), list = gallery.querySelector(".cards");
   const cards = [...list.children], count = tools.querySelector("output");
