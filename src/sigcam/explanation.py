@@ -226,27 +226,31 @@ class Explanation:
         return f"<div style='color:inherit'>{''.join(shown)}{foot}</div>"
 
     def _figures(self, i: int, picture: Image.Image) -> str:
-        """One image's maps, side by side, drawn to one scale with one colour bar."""
+        """One image's maps, side by side, drawn to one scale with one colour bar; of many classes the most
+        probable."""
         several = self.maps.ndim == 4
         asked = [k for k, index in enumerate(self.classes[i].reshape(-1).tolist()) if index >= 0]
-        shown = asked[:MOST_MAPS]
+        scores = self.probability[i].reshape(-1).tolist()
+        shown = asked if len(asked) <= MOST_MAPS else sorted(asked, key=lambda k: -scores[k])[:MOST_MAPS]
         maps = (self.maps[i] if several else self.maps[i : i + 1])[shown]
         peak = largest(maps) if self.scale == "raw" and shown else None
         cells = []
         for k, values in zip(shown, maps, strict=True):
             drawn = overlay(picture, values, signed=self.scale == "raw", peak=peak)
-            name, *scores = map(escape, self.said(i, k))
+            name, *lines = map(escape, self.said(i, k))
             cells.append(
                 "<figure style='display:inline-block;vertical-align:top;margin:4px;max-width:224px'>"
                 f"<img src='{data_uri(drawn)}' alt='map of {name}' style='width:100%;min-width:128px'>"
                 "<figcaption style='font-size:.9em;line-height:1.35;overflow-wrap:anywhere'>"
-                f"<b>{name}</b><br>{'<br>'.join(scores)}</figcaption></figure>"
+                f"<b>{name}</b><br>{'<br>'.join(lines)}</figcaption></figure>"
             )
         if not cells:
             return "<p>no class has evidence above one half in this image</p>"
         more = len(asked) - len(shown)
-        told = f"<span>and {more} more class{'es' * (more > 1)}</span>" if more else ""
-        return f"<div style='margin-bottom:8px'>{''.join(cells)}{told}{legend_html(peak)}</div>"
+        told = f"<div style='margin:0 4px'>and {more} more class{'es' * (more > 1)}</div>" if more else ""
+        place = "block" if several else "inline-block;vertical-align:top"
+        shown_as = f"display:{place};margin:0 8px 12px 0"
+        return f"<div style='{shown_as}'>{''.join(cells)}{legend_html(peak)}{told}</div>"
 
 
 def data_uri(image: Image.Image, quality: int = 85) -> str:

@@ -35,7 +35,7 @@ def evaluated_page(
     numbers = [(label_of(row), f"{row['value']:.2f} %") for row in alone]
     sections = [_tables(result, curves), _threshold_curves(curves)]
     sections += [_reliability(seen), *_telling(seen)] if seen else []
-    about = [(str(k), str(v)) for k, v in result.about.items() if k not in ("definitions", "images")]
+    about = [(k, _words(v)) for k, v in result.about.items() if k not in ("definitions", "images")]
     notes = [
         Notes("How each number is defined", list(result.about["definitions"].items())),
         Notes("What was evaluated, and with what", about),
@@ -52,6 +52,13 @@ def evaluated_page(
         warnings=[f"{len(skipped)} picture(s) could not be read and do not count."] if skipped else [],
         **how_made(),
     )
+
+
+def _words(value: object) -> str:
+    """Plain data as a sentence."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {each}" for name, each in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 PLACES = ("gt_known_loc", "top1_loc", "top5_loc", "pxap", "pointing_game", "energy_in_box")
@@ -133,36 +140,41 @@ def _number(row: Row, result: Result, curves: Curves) -> Number:
 def _threshold_curves(curves: Curves) -> Section:
     """Box accuracy against the threshold, and precision against recall."""
     parts = list[Charts]()
-    grid = THRESHOLDS[::STEP].tolist()
-    for some in _lots(curves.boxes):
-        figures = []
-        for which, iou in enumerate(IOUS):
-            lines = []
-            for name in some:
-                values = curves.boxes[name][which]
-                best = int(values.argmax())
-                points = list(zip(grid, values[::STEP].tolist(), strict=True))
-                lines.append(Line(name, points, [(float(THRESHOLDS[best]), float(values[best]), 4)]))
-            title = f"boxes found, IoU at least {iou}"
-            axes: Any = {"x_name": "threshold, share of the map's peak", "y_name": "images, %"}
-            figures.append(line_chart(title, lines, **axes, rule=FIXED))
-        parts.append(
-            Charts(figures, foot=f"Any contour's box counts. Dots: the best threshold. Dashed: {FIXED}.")
-        )
-    for some in _lots(curves.pixels):
-        lines = []
-        for name in some:
-            recall, precision = curves.pixels[name]
-            kept = _spread(recall)
-            lines.append(Line(name, list(zip(recall[kept].tolist(), precision[kept].tolist(), strict=True))))
-        axes = {"x_name": "recall, %", "y_name": "precision, %", "x_range": (0, 100)}
-        parts.append(Charts([line_chart("pixels of the object", lines, **axes)]))
+    for method, names in _lots(list(dict.fromkeys((*curves.boxes, *curves.pixels)))).items():
+        boxed = [(name, curves.boxes[name]) for name in names if name in curves.boxes]
+        masked = [(name, curves.pixels[name]) for name in names if name in curves.pixels]
+        figures = [_box_chart(boxed, which) for which in range(len(IOUS))] if boxed else []
+        figures += [_pixel_chart(masked)] if masked else []
+        parts.append(Charts(figures, method))
+    told = f"Any contour's box counts. Dots: the best threshold. Dashed: {FIXED}." if curves.boxes else ""
     return Section(
         "Thresholds",
         parts,
-        empty="The data has no boxes and no masks, or neither max_box_acc_v2 nor pxap was measured, so there "
-        "are no curves.",
+        told,
+        "The data has no boxes and no masks, or neither max_box_acc_v2 nor pxap was measured, so there are "
+        "no curves.",
     )
+
+
+def _box_chart(curves: Sequence[tuple[str, Tensor]], which: int) -> str:
+    """Images found at one IoU, against the threshold."""
+    lines = []
+    for name, values in curves:
+        best = int(values[which].argmax())
+        points = list(zip(THRESHOLDS[::STEP].tolist(), values[which, ::STEP].tolist(), strict=True))
+        lines.append(Line(name, points, [(float(THRESHOLDS[best]), float(values[which, best]), 4)]))
+    axes: Any = {"x_name": "threshold, share of the map's peak", "y_name": "images, %", "rule": FIXED}
+    return line_chart(f"boxes found, IoU at least {IOUS[which]}", lines, **axes)
+
+
+def _pixel_chart(curves: Sequence[tuple[str, Tensor]]) -> str:
+    """Precision against recall of the object's pixels."""
+    lines = []
+    for name, (recall, precision) in curves:
+        kept = _spread(recall)
+        lines.append(Line(name, list(zip(recall[kept].tolist(), precision[kept].tolist(), strict=True))))
+    axes: Any = {"x_name": "recall, %", "y_name": "precision, %", "x_range": (0, 100)}
+    return line_chart("pixels of the object", lines, **axes)
 
 
 def _spread(recall: Tensor) -> Tensor:
@@ -174,14 +186,12 @@ def _spread(recall: Tensor) -> Tensor:
     return first.nonzero()[:, 0]
 
 
-def _lots(curves: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names for each set of charts: all, or those of one method where there are many."""
-    if len(curves) <= MOST_LINES:
-        return [list(curves)] if curves else []
+def _lots(names: Sequence[str]) -> dict[str, list[str]]:
+    """Names for each set of charts by its title: all, or those of one method where there are many."""
     lots = dict[str, list[str]]()
-    for name in curves:
-        lots.setdefault(name.split()[0], []).append(name)
-    return list(lots.values())
+    for name in names:
+        lots.setdefault(name.split()[0] if len(names) > MOST_LINES else "", []).append(name)
+    return lots
 
 
 def _reliability(seen: Look) -> Section:

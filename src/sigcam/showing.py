@@ -102,25 +102,19 @@ def _explained(
 ) -> Card:
     """What is told of one image, whose map by the other head is the i-th."""
     raw, top, name = row["scale"] == "raw", row["top"], row["class_name"]
-    theirs = None if other is None else other.first_maps()[i].cpu()
-    peak = max(largest(each) for each in (values, theirs) if each is not None) if raw else None
-    drawn = with_boxes(overlay(picture, values, signed=raw, peak=peak), [row["box"]])
-    shots = [
-        Shot(data_uri(drawn, QUALITY), f"{row['branch']} map of {name} on {row['image']}", row["branch"])
-    ]
+    drawn = with_boxes(overlay(picture, values, signed=raw), [row["box"]])
+    shots = [_shot(drawn, values, row["branch"], f"{name} on {row['image']}", raw)]
     facts = [("label", label)] if label else []
     facts.append(("map of", name))
     if row["class"] != top[0]["class"]:  # whose scores are in the list of likely classes
         facts.append(("its probability", f"{row['probability']:.3f}"))
         facts += [("its evidence", f"{row['evidence']:.3f}")] if row["evidence"] is not None else []
     disagreement = None
-    if other is not None and theirs is not None:
+    if other is not None:
+        theirs = other.first_maps()[i].cpu()
+        shots.append(_shot(overlay(picture, theirs, signed=raw), theirs, other.branch, name, raw))
         disagreement = disagree(values, theirs)
-        drawn = overlay(picture, theirs, signed=raw, peak=peak)
-        shots.append(Shot(data_uri(drawn, QUALITY), f"{other.branch} map of {name}", other.branch))
         facts.append(("disagreement", f"{disagreement:.2f}"))
-    if peak is not None:
-        facts.append(("colours end at", f"{peak:.3g} logits"))
     apart = None if row["evidence"] is None else abs(row["probability"] - row["evidence"])
     return Card(
         row["image"],
@@ -136,6 +130,12 @@ def _explained(
         facts=facts,
         notes=[f"blank map: {row['positive_share']:.0%} of the evidence is positive"] if row["blank"] else [],
     )
+
+
+def _shot(drawn: Image.Image, values: Tensor, branch: str, what: str, raw: bool) -> Shot:
+    """A drawn map; below a raw one, where its colours end."""
+    reach = f", ± {largest(values):.3g} logits" if raw else ""
+    return Shot(data_uri(drawn, QUALITY), f"{branch} map of {what}", branch + reach)
 
 
 def disagree(a: Tensor, b: Tensor) -> float:
