@@ -581,13 +581,64 @@ def test_rows_are_plain_numbers_for_one_class_and_for_several(explanation: Expla
     assert several[0]["class_name"][0].startswith("class ")
 
 
-def test_the_notebook_shows_one_picture_per_image(explanation: Explanation) -> None:
+def pictures_of(page: str) -> list[Image.Image]:
+    sources = re.findall(r"<img src='data:image/jpeg;base64,([^']+)' alt='map of [^']+'", page)
+    return [Image.open(io.BytesIO(base64.b64decode(source))) for source in sources]
+
+
+def test_the_notebook_shows_one_picture_per_image_with_scores_and_a_legend(explanation: Explanation) -> None:
     page = explanation._repr_html_()
-    sources = re.findall(r"<img src='data:image/png;base64,([^']+)'", page)
-    assert len(sources) == 2
-    assert Image.open(io.BytesIO(base64.b64decode(sources[0]))).size == (16, 16)
-    assert "owl" in page
-    assert "<b>wren" not in page
+    assert [p.size for p in pictures_of(page)] == [(16, 16)] * 2
+    assert "owl" in page and "<b>wren" not in page
+    for i in range(2):
+        assert f"probability {float(explanation.probability[i]):.3f}" in page
+        assert f"evidence {float(explanation.evidence[i]):.3f}" in page
+    assert page.count("linear-gradient") == 2 and "logits" not in page
+    assert "color:inherit" in page and "background:#" not in page  # the notebook's own ink and paper
+
+
+def test_the_notebook_shows_several_classes_side_by_side_and_counts_the_rest() -> None:
+    ex = explain(attached(Gap(classes=9)), images(14), classes="all", scale="raw")
+    page = ex._repr_html_()
+    assert len(pictures_of(page)) == 12 * 5
+    assert page.count("and 4 more classes") == 12 and "and 2 more images" in page
+    likely = ex.probability[0].topk(5).indices  # of many classes the most probable are shown
+    assert all(f"probability {float(ex.probability[0, k]):.3f}" in page for k in likely)
+    peak = float(ex.maps[0, likely].abs().max())
+    assert f"+{peak:.3g}" in page and f"-{peak:.3g}" in page and "0 logits" in page
+
+
+def test_the_notebook_leaves_out_what_pads_positive_classes() -> None:
+    ex = explain(attached(Gap()), images(3), classes="positive")
+    shown = int((ex.classes >= 0).sum())
+    assert (ex.classes < 0).any() and len(pictures_of(ex._repr_html_())) == shown
+    nothing = Explanation(**{**vars(ex), "classes": torch.full_like(ex.classes, -1)})
+    assert "no class has evidence" in nothing._repr_html_()
+
+
+def test_an_overlay_carries_outline_caption_and_legend_on_request() -> None:
+    net = attached(Gap())
+    net.class_names = ("a", "b", "c", "d")
+    for scale in ("unit", "raw"):
+        ex = explain(net, images(2, size=224), scale=scale)  # type: ignore[arg-type]
+        plain, outlined = ex.overlay()[0], ex.overlay(contour=0.5)[0]
+        assert np.asarray(plain).tobytes() != np.asarray(outlined).tobytes()
+        captioned, legend, both = (
+            ex.overlay(**how)[0]  # type: ignore[arg-type]
+            for how in ({"captions": True}, {"legend": True}, {"captions": True, "legend": True})
+        )
+        assert plain.height < legend.height < captioned.height < both.height
+        assert np.array_equal(np.asarray(both)[:224], np.asarray(plain))
+    assert ex.said(0)[1:] == [
+        f"probability {float(ex.probability[0]):.3f}",
+        f"evidence {float(ex.evidence[0]):.3f}",
+    ]
+
+
+def test_saved_overlays_carry_captions_on_request(explanation: Explanation, tmp_path: Path) -> None:
+    plain, captioned = (explanation.save(tmp_path / str(c), captions=c)[0] for c in (False, True))
+    with Image.open(plain) as small, Image.open(captioned) as large:
+        assert small.size == (16, 16) and large.width == 208 and large.height > 208 + 60
 
 
 def test_an_overlay_of_nothing_is_the_half_grey_picture() -> None:

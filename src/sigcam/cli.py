@@ -46,6 +46,7 @@ Crop = Annotated[
     bool, typer.Option("--crop", help="Cut the middle as the model's own preset does; default: squash.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Report = Annotated[bool, typer.Option("--report", help="Write report.html too, one file to look at.")]
 HeadName = Annotated[
     str | None, typer.Option("--head", help="Module that returns the logits, if it is not found.")
 ]
@@ -209,6 +210,8 @@ def explain(
     head: HeadName = None,
     layer: LayerName = None,
     crop: Crop = False,
+    captions: Annotated[bool, typer.Option("--captions", help="Class, scores, colour bar below.")] = False,
+    report: Report = False,
     as_json: Json = False,
 ) -> None:
     """Draw evidence maps of pictures: an overlay (PNG), the map (NPY) and the scores (JSON) for each."""
@@ -216,7 +219,7 @@ def explain(
 
     what = (pictures or (), data, format, model, weights, branch, method, target, layers, zoom, stride)
     how = (aug_smooth, top_n, classes, scale, clamp, threshold, output, batch_size, workers, device)
-    draw_pictures(Options(*what, *how, head, layer, crop), as_json)
+    draw_pictures(Options(*what, *how, head, layer, crop, captions, report), as_json)
 
 
 @app.command()
@@ -252,13 +255,14 @@ def evaluate(
     threads: Threads = None,
     head: HeadName = None,
     layer: LayerName = None,
+    report: Report = False,
     as_json: Json = False,
 ) -> None:
     """Measure maps on annotated images: those in a folder, or those that a network draws."""
     from sigcam.measuring import Options, measure_and_report
 
     wanted = (data, format, split, val_split, limit, maps, model, weights, branch, branches, method, metrics)
-    options = Options(*wanted, scorer, intervals, head, layer, output, batch_size, workers, device)
+    options = Options(*wanted, scorer, intervals, head, layer, output, batch_size, workers, device, report)
     measure_and_report(options, threads, as_json)
 
 
@@ -372,4 +376,5 @@ def demo(
         "demo",
         [(k.replace("_", " "), f"{v:.4g}" if isinstance(v, float) else str(v)) for k, v in rows.items()],
     )
-    typer.echo(f"look at {output / 'maps.png'} and {output / 'distortions.png'}")
+    page = output / "report.html"
+    typer.echo(f"look at {page if page.is_file() else output / 'maps.png'}")

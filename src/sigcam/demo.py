@@ -1,4 +1,4 @@
-"""The main job on the embedded default, offline: data, classifier, branch, maps, a table and two figures."""
+"""The main job on the embedded default, offline: data, classifier, branch, maps, tables, a report."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from sigcam.dual import DualBranch, attach, fingerprint
 from sigcam.explaining import Drawing, explain, explain_passage
 from sigcam.features import Progress
 from sigcam.fitting import fit
-from sigcam.manifest import data_fingerprint, try_folder, write_manifest
+from sigcam.manifest import data_fingerprint, try_folder, write_manifest, write_text
 from sigcam.models import Classifier, load_classifier, save_classifier
 from sigcam.probe import Branch
+from sigcam.report import can_report
+from sigcam.showing import demo_page
 from sigcam.training import train_probe
 
+SHOWN = 24  # test pictures in the report
 EMPTY = 200  # pictures without a bird, and as many with one
 THRESHOLDS = torch.arange(1, 20) / 20  # 0.05 to 0.95
 BRANCHES: tuple[Branch, Branch] = ("softmax", "sigmoid")
@@ -46,7 +49,7 @@ def run_demo(
     seed: int = 0,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Writes figures, classifier, branch and manifest.json to the folder; returns the table."""
+    """Writes figures, report, classifier, branch and manifest.json to the folder; returns the table."""
     try_folder(output)
     train, test = shapes(images, split="train", seed=seed), shapes(test_images, split="test", seed=seed)
     validation = shapes(max(64, test_images // 4), split="val", seed=seed)
@@ -96,8 +99,11 @@ def run_demo(
         "maps_per_second": round(speed, 1),
         "fit_seconds": round(sum(fitted.seconds.values()), 1),
     }
-    maps_figure(net, test[:64]).save(output / "maps.png")
-    distortions_figure(net, test[:64]).save(output / "distortions.png")
+    figures = {name: output / f"{name}.png" for name in ("distortions", "maps")}
+    maps_figure(net, test[:64]).save(figures["maps"])
+    distortions_figure(net, test[:64]).save(figures["distortions"])
+    if can_report():
+        write_text(output / "report.html", demo_page(table, figures, net, test[:SHOWN]))
     write_manifest(
         output,
         model="embedded",

@@ -1,4 +1,5 @@
-"""Pictures: maps as colours, overlays, boxes, labelled grids. Images are PIL, maps are (H, W) tensors."""
+"""Pictures: maps as colours with a legend, overlays, boxes, contours, captions, labelled grids. Images are
+PIL, maps are (H, W) tensors."""
 
 from __future__ import annotations
 
@@ -6,24 +7,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+
+from sigcam.boxes import foreground
 
 # Anchor colours, evenly spaced and interpolated: lightness rises steadily in the first,
 # and is highest at zero in the second.
 HEAT = ("000004", "1b0c41", "4a0c6b", "781c6d", "a52c60", "cf4446", "ed6925", "fb9b06", "f7d13d", "fcffa4")
 SIGNED = ("2a4b9b", "5a7fc4", "98b6de", "d3dff0", "f7f7f7", "f6d9cc", "e8a48c", "c9604f", "9c1f2e")
 INK, PAPER = (28, 28, 30), (255, 255, 255)
+NARROWEST = 200  # pixels that a colour bar's numbers need
 
 
-def colours(values: Tensor, *, signed: bool = False) -> Image.Image:
-    """A map as colours: [0, 1] from dark to bright; signed, zero is white and the largest size a full
-    colour."""
+def colours(values: Tensor, *, signed: bool = False, peak: float | None = None) -> Image.Image:
+    """A map as colours: [0, 1] from dark to bright; signed, zero is white and `peak` a full colour, by
+    default the largest size."""
     array = values.detach().float().cpu().numpy()
     if signed:
-        peak = float(np.abs(array).max()) or 1.0
-        array = (array / peak + 1) / 2
+        array = (array / (peak or largest(values) or 1.0) + 1) / 2
     table = np.array(
         [[int(c[i : i + 2], 16) for i in (0, 2, 4)] for c in (SIGNED if signed else HEAT)], dtype=float
     )
@@ -33,17 +37,38 @@ def colours(values: Tensor, *, signed: bool = False) -> Image.Image:
     return Image.fromarray((table[low] * (1 - part) + table[low + 1] * part).round().astype(np.uint8))
 
 
-def overlay(image: Image.Image, values: Tensor, *, signed: bool = False) -> Image.Image:
+def largest(values: Tensor) -> float:
+    """The largest size in a signed map, where its colours end."""
+    return float(values.detach().float().abs().max())
+
+
+def gradient(*, signed: bool = False) -> str:
+    """The same colours from the lowest value to the highest, as a CSS background."""
+    return f"linear-gradient(to right, {', '.join(f'#{code}' for code in (SIGNED if signed else HEAT))})"
+
+
+def ends(peak: float | None) -> tuple[str, str, str]:
+    """What is written below the left end, the middle and the right end of a colour bar: 0 to 1, or for a
+    signed map that ends at `peak`, logits."""
+    if peak is None:
+        return "0", "of this map's range", "1"
+    return (f"-{peak:.3g}", "0 logits", f"+{peak:.3g}") if peak else ("", "0 logits", "")
+
+
+def overlay(
+    image: Image.Image, values: Tensor, *, signed: bool = False, peak: float | None = None
+) -> Image.Image:
     """The picture with its map on it: opaque where the map is strong, the picture itself where it is zero."""
     size = (values.shape[1], values.shape[0])
     base = np.asarray(image.convert("RGB").resize(size, Image.Resampling.BILINEAR), dtype=float)
     strength: NDArray[Any] = values.detach().float().abs().cpu().numpy()
-    strength = strength / (strength.max() or 1.0) if signed else np.clip(strength, 0, 1)
+    strength = np.clip(strength / (peak or strength.max() or 1.0) if signed else strength, 0, 1)
     alpha = (0.75 * strength)[..., None]
     grey = (
         base.mean(2, keepdims=True) * 0.5 + base * 0.5
     )  # half the colour gone, so that the map's own is read
-    mixed = grey * (1 - alpha) + np.asarray(colours(values, signed=signed), dtype=float) * alpha
+    coloured = np.asarray(colours(values, signed=signed, peak=peak), dtype=float)
+    mixed = grey * (1 - alpha) + coloured * alpha
     return Image.fromarray(mixed.round().clip(0, 255).astype(np.uint8))
 
 
@@ -73,6 +98,57 @@ def with_outline(image: Image.Image, mask: NDArray[np.uint8], colour: str = "#ff
     drawn = np.asarray(image.convert("RGB")).copy()
     drawn[inside & ~everywhere] = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return Image.fromarray(drawn)
+
+
+def with_contour(
+    image: Image.Image, values: Tensor, threshold: float, colour: str = "#00e5ff"
+) -> Image.Image:
+    """The picture with the outline of what is above `threshold` of a unit map's peak, as boxes are cut."""
+    inside = foreground(values[None], threshold)[0].cpu().numpy()
+    return with_outline(image, inside.astype(np.uint8), colour)
+
+
+def with_strips(
+    image: Image.Image, *, caption: str = "", legend: bool = False, peak: float | None = None
+) -> Image.Image:
+    """The picture, enlarged if it is too small to be written under, with a caption and a colour bar below.
+
+    Args:
+        peak: the bar is of a signed map that ends at this many logits; None: of a unit map.
+    """
+    factor = -(-NARROWEST // image.width) if image.width < NARROWEST else 1
+    size = (image.width * factor, image.height * factor)
+    parts = [image.convert("RGB").resize(size, Image.Resampling.NEAREST)]
+    parts += [_caption(caption, size[0])] if caption else []
+    parts += [colour_bar(size[0], peak)] if legend else []
+    page = Image.new("RGB", (size[0], sum(part.height for part in parts)), PAPER)
+    top = 0
+    for part in parts:
+        page.paste(part, (0, top))
+        top += part.height
+    return page
+
+
+def colour_bar(width: int, peak: float | None = None) -> Image.Image:
+    """The colours of a map from its lowest value to its highest, and the numbers below: of a signed map
+    that ends at `peak`, in logits."""
+    edge, face = 8, font(12)
+    bar = Image.new("RGB", (width, 40), PAPER)
+    ramp = torch.linspace(0 if peak is None else -1, 1, width - 2 * edge).expand(12, -1)
+    bar.paste(colours(ramp, signed=peak is not None), (edge, 6))
+    pen = ImageDraw.Draw(bar)
+    for text, x, anchor in zip(ends(peak), (edge, width // 2, width - edge), ("la", "ma", "ra"), strict=True):
+        pen.text((x, 21), text, INK, face, anchor=anchor)
+    return bar
+
+
+def _caption(text: str, width: int) -> Image.Image:
+    """Lines of text in a strip of this width."""
+    edge, face = 8, font(14)
+    strip = Image.new("RGB", (width, 12 + 20 * (text.count("\n") + 1)), PAPER)
+    for number, line in enumerate(_fitted(text, face, width - 2 * edge).split("\n")):
+        ImageDraw.Draw(strip).text((edge, 6 + 20 * number), line, INK, face)
+    return strip
 
 
 def grid(

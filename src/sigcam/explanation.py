@@ -16,10 +16,11 @@ from PIL import Image
 from torch import Tensor
 
 from sigcam.boxes import boxes_at
-from sigcam.draw import overlay, with_boxes
+from sigcam.draw import ends, gradient, largest, overlay, with_boxes, with_contour, with_strips
 from sigcam.probe import Branch, unit_range
 
 Scale = Literal["unit", "raw"]
+MOST_IMAGES, MOST_MAPS = 12, 5  # that a notebook shows, and of each image
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,20 +83,59 @@ class Explanation:
 
     def boxes(self, threshold: float = 0.2, mode: Literal["largest", "all"] = "largest") -> list[Tensor]:
         """Per image, xyxy boxes (G, 4) in map pixels around what is above `threshold` of the map's peak."""
-        maps = self.first_maps()
-        if self.scale == "raw":
-            maps = unit_range(maps if self.method == "cam" else maps.relu())
-        return boxes_at(maps, threshold, mode)
+        return boxes_at(self._unit_maps(), threshold, mode)
 
-    def overlay(self, *, boxes: float | None = None) -> list[Image.Image]:
-        """Per image, the picture with its map on it; `boxes` is a threshold at which to draw the box too."""
+    def _unit_maps(self) -> Tensor:
+        maps = self.first_maps()
+        return maps if self.scale == "unit" else unit_range(maps if self.method == "cam" else maps.relu())
+
+    def overlay(
+        self,
+        *,
+        boxes: float | None = None,
+        contour: float | None = None,
+        captions: bool = False,
+        legend: bool = False,
+    ) -> list[Image.Image]:
+        """Per image, the picture with its map on it.
+
+        Args:
+            boxes: a threshold at which to draw the box too.
+            contour: a threshold at which to draw the outline of what is above it.
+            captions: write class, probability and evidence below.
+            legend: put a colour bar below, in logits for raw maps.
+        """
+        raw, maps = self.scale == "raw", self.first_maps()
         drawn = [
-            overlay(picture, values, signed=self.scale == "raw")
-            for picture, values in zip(self._pictures(), self.first_maps(), strict=True)
+            overlay(picture, values, signed=raw)
+            for picture, values in zip(self._pictures(), maps, strict=True)
         ]
-        if boxes is None:
-            return drawn
-        return [with_boxes(d, b.tolist()) for d, b in zip(drawn, self.boxes(boxes), strict=True)]
+        if contour is not None:
+            drawn = [with_contour(d, m, contour) for d, m in zip(drawn, self._unit_maps(), strict=True)]
+        if boxes is not None:
+            drawn = [with_boxes(d, b.tolist()) for d, b in zip(drawn, self.boxes(boxes), strict=True)]
+        if captions or legend:
+            drawn = [
+                with_strips(
+                    d,
+                    caption="\n".join(self.said(i)) if captions else "",
+                    legend=legend,
+                    peak=largest(maps[i]) if raw else None,
+                )
+                for i, d in enumerate(drawn)
+            ]
+        return drawn
+
+    def said(self, i: int, k: int = 0) -> list[str]:
+        """What is written below the map of image i's k-th class: its name, its scores, whether it is
+        blank."""
+        index, probability, evidence, blank = (
+            values[i].reshape(-1)[k].item()
+            for values in (self.classes, self.probability, self.evidence, self.blank)
+        )
+        lines = [self.name(int(index)), f"probability {probability:.3f}"]
+        lines += [f"evidence {evidence:.3f}"] if self.fitted else []
+        return lines + (["blank map"] if blank else [])
 
     def save(
         self,
@@ -103,6 +143,7 @@ class Explanation:
         names: Sequence[str] | None = None,
         *,
         threshold: float | None = None,
+        captions: bool = False,
         scores: bool = True,
     ) -> list[Path]:
         """Writes overlays (PNG), maps (NPY) and scores (explanation.json); returns the overlays' paths.
@@ -110,13 +151,15 @@ class Explanation:
         Args:
             names: of the files, without ending; by default 0000, 0001, ...
             threshold: draws the box at this threshold on the overlay.
+            captions: writes class and scores below the overlay, and a colour bar.
             scores: False leaves explanation.json out.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         names = names or [f"{i:04d}" for i in range(len(self))]
         written = []
-        for stem, picture, values in zip(names, self.overlay(boxes=threshold), self.maps, strict=True):
+        overlays = self.overlay(boxes=threshold, captions=captions, legend=captions)
+        for stem, picture, values in zip(names, overlays, self.maps, strict=True):
             written.append(folder / f"{stem}.png")
             picture.save(written[-1])
             np.save(folder / f"{stem}.npy", values.detach().cpu().float().numpy())
@@ -176,17 +219,53 @@ class Explanation:
         return [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in shown]
 
     def _repr_html_(self) -> str:
+        """Figures for a notebook: ink and lines take its own colour, so that light and dark both read."""
+        shown = [self._figures(i, picture) for i, picture in enumerate(self._pictures()[:MOST_IMAGES])]
+        more = len(self) - len(shown)
+        foot = f"<p>and {more} more image{'s' * (more > 1)}: see <code>.overlay()</code></p>" if more else ""
+        return f"<div style='color:inherit'>{''.join(shown)}{foot}</div>"
+
+    def _figures(self, i: int, picture: Image.Image) -> str:
+        """One image's maps, side by side, drawn to one scale with one colour bar; of many classes the most
+        probable."""
+        several = self.maps.ndim == 4
+        asked = [k for k, index in enumerate(self.classes[i].reshape(-1).tolist()) if index >= 0]
+        scores = self.probability[i].reshape(-1).tolist()
+        shown = asked if len(asked) <= MOST_MAPS else sorted(asked, key=lambda k: -scores[k])[:MOST_MAPS]
+        maps = (self.maps[i] if several else self.maps[i : i + 1])[shown]
+        peak = largest(maps) if self.scale == "raw" and shown else None
         cells = []
-        for picture, row in zip(self.overlay(), self.rows(), strict=True):
-            buffer = io.BytesIO()
-            picture.save(buffer, "PNG")
-            source = base64.b64encode(buffer.getvalue()).decode()
-            first = {k: v[0] if isinstance(v, list) else v for k, v in row.items()}
-            said = [escape(first["class_name"]), f"probability {first['probability']:.3f}"]
-            said += [f"evidence {first['evidence']:.3f}"] if self.fitted else []
-            said += ["blank map"] if first["blank"] else []
+        for k, values in zip(shown, maps, strict=True):
+            drawn = overlay(picture, values, signed=self.scale == "raw", peak=peak)
+            name, *lines = map(escape, self.said(i, k))
             cells.append(
-                f"<figure style='display:inline-block;margin:4px'><img src='data:image/png;base64,{source}'>"
-                f"<figcaption>{'<br>'.join(said)}</figcaption></figure>"
+                "<figure style='display:inline-block;vertical-align:top;margin:4px;max-width:224px'>"
+                f"<img src='{data_uri(drawn)}' alt='map of {name}' style='width:100%;min-width:128px'>"
+                "<figcaption style='font-size:.9em;line-height:1.35;overflow-wrap:anywhere'>"
+                f"<b>{name}</b><br>{'<br>'.join(lines)}</figcaption></figure>"
             )
-        return "".join(cells)
+        if not cells:
+            return "<p>no class has evidence above one half in this image</p>"
+        more = len(asked) - len(shown)
+        told = f"<div style='margin:0 4px'>and {more} more class{'es' * (more > 1)}</div>" if more else ""
+        place = "block" if several else "inline-block;vertical-align:top"
+        shown_as = f"display:{place};margin:0 8px 12px 0"
+        return f"<div style='{shown_as}'>{''.join(cells)}{legend_html(peak)}{told}</div>"
+
+
+def data_uri(image: Image.Image, quality: int = 85) -> str:
+    """The picture itself as the source of an <img>."""
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, "JPEG", quality=quality)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def legend_html(peak: float | None) -> str:
+    """A small colour bar with its numbers, in the ink of the page around it."""
+    left, middle, right = ends(peak)
+    bar = f"display:block;height:8px;border-radius:2px;background:{gradient(signed=peak is not None)}"
+    return (
+        "<div style='width:216px;max-width:100%;margin:0 4px;font-size:.8em'>"
+        f"<span style='{bar}'></span><span style='display:flex;justify-content:space-between'>"
+        f"<span>{left}</span><span>{middle}</span><span>{right}</span></span></div>"
+    )

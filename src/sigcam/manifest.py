@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import shlex
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -53,6 +54,14 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def how_made() -> dict[str, str]:
+    """The command and the time, in words."""
+    return {
+        "command": shlex.join(["sigcam", *sys.argv[1:]]),
+        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
 
 
 def write_manifest(folder: Path, **facts: Any) -> Path:

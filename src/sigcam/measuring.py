@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import typer
@@ -14,12 +14,16 @@ from sigcam.console import progress_bar, show_skips, show_table
 from sigcam.data import Samples, guess_format, open_dataset
 from sigcam.data.wsol import wsol
 from sigcam.dist import rank, together
+from sigcam.dual import DualBranch
 from sigcam.errors import DataError
 from sigcam.evaluating import evaluate, evaluate_maps
 from sigcam.explaining import Drawing
 from sigcam.features import Progress
+from sigcam.finding import evaluated_page
+from sigcam.glancing import Curves, curves_of, look
 from sigcam.manifest import try_folder, write_manifest, write_text
 from sigcam.opening import attach_to, branch_file, open_branch, open_classifier
+from sigcam.report import need_report
 from sigcam.result import Result
 
 
@@ -47,21 +51,35 @@ class Options:
     batch_size: int
     workers: int
     device: str
+    report: bool
+
+
+class Measured(NamedTuple):
+    """A result, and the network that drew the maps; None where others drew them."""
+
+    result: Result
+    net: DualBranch | None
+    samples: Samples
 
 
 def measure_and_report(options: Options, threads: int | None, as_json: bool) -> None:
     """Measures, with the other processes if torchrun started some; the first one writes and prints."""
+    if options.report:
+        need_report()
     if threads:
         torch.set_num_threads(threads)
     with together(options.device) as device:
         options = replace(options, device=device)
         with progress_bar(quiet=rank() > 0) as progress:
-            result = measure(options, progress)
+            found = measure(options, progress)
+            curves = curves_of(found.result) if options.report else None
+            if curves and rank() == 0:
+                write_report(found, curves, options, progress)
         if rank() == 0:
-            report(result, options, as_json)
+            report(found.result, options, as_json)
 
 
-def measure(options: Options, progress: Progress) -> Result:
+def measure(options: Options, progress: Progress) -> Measured:
     """The result that the options ask for; nothing is written."""
     if options.maps is None:
         return _measure_network(options, progress)
@@ -96,10 +114,23 @@ def report(result: Result, options: Options, as_json: bool) -> None:
     for line in result.remarks():
         typer.echo(line)
     show_skips(result.skipped)
-    typer.echo(f"results.json and manifest.json are in {output}")
+    written = "results.json, report.html" if options.report else "results.json"
+    typer.echo(f"{written} and manifest.json are in {output}")
 
 
-def _measure_maps(options: Options, maps: Path, progress: Progress) -> Result:
+def write_report(found: Measured, curves: Curves, options: Options, progress: Progress) -> None:
+    """Writes report.html; of what a network drew, with a look at some images."""
+    seen = None
+    if found.net is not None:
+        how: Any = {"batch_size": options.batch_size, "workers": options.workers, "progress": progress}
+        seen = look(found.net, found.samples, found.result, **how)
+    drawn = ("maps", str(options.maps)) if options.maps else ("model", options.model)
+    facts = [drawn, ("data", options.data), ("split", options.split)]
+    facts += [("branch", options.branch)] if options.branch else []
+    write_text(options.output / "report.html", evaluated_page(found.result, curves, seen, facts))
+
+
+def _measure_maps(options: Options, maps: Path, progress: Progress) -> Measured:
     """The result of a folder of maps; pictures are not needed where metadata gives their sizes."""
     data, split = options.data, options.split
     if (options.format or guess_format(data)) == "wsol":
@@ -108,17 +139,19 @@ def _measure_maps(options: Options, maps: Path, progress: Progress) -> Result:
         samples = open_dataset(data, format=options.format, split=split)
     if rank() == 0:
         try_folder(options.output)
-    return evaluate_maps(
+    samples = _first(samples, options.limit)
+    result = evaluate_maps(
         maps,
-        _first(samples, options.limit),
+        samples,
         metrics=_words(options.metrics),
         intervals=options.intervals,
         extra=options.limit is not None,
         progress=progress,
     )
+    return Measured(result, None, samples)
 
 
-def _measure_network(options: Options, progress: Progress) -> Result:
+def _measure_network(options: Options, progress: Progress) -> Measured:
     """The result of what a network draws: by default from both heads or, without a fitted branch, from the
     softmax head as it is and centred."""
     branch, metrics = options.branch, _words(options.metrics)
@@ -164,9 +197,10 @@ def _measure_network(options: Options, progress: Progress) -> Result:
     val = None
     if held is not None:
         val = evaluate(net, held, metrics=thresholds, unfinished=kept.with_suffix(".val"), **how)
-    return evaluate(
+    result = evaluate(
         net, samples, metrics=metrics, intervals=options.intervals, val=val, unfinished=kept, **how
     )
+    return Measured(result, net, samples)
 
 
 def _first(samples: Samples, limit: int | None) -> Samples:

@@ -20,8 +20,11 @@ from sigcam.data.folder import pictures as open_pictures
 from sigcam.dual import DualBranch, fingerprint
 from sigcam.errors import DataError
 from sigcam.explaining import Drawing, explain
+from sigcam.explanation import Explanation
 from sigcam.manifest import data_fingerprint, try_folder, write_manifest, write_text
 from sigcam.opening import attach_to, branch_file, class_index, file_names, open_branch, open_classifier
+from sigcam.report import need_report
+from sigcam.showing import explained_page
 
 Row = dict[str, Any]
 
@@ -54,11 +57,15 @@ class Options:
     head: str | None
     layer: str | None
     crop: bool
+    captions: bool
+    report: bool
 
 
 def draw_pictures(options: Options, as_json: bool) -> None:
     """Writes overlay, map and scores of every picture that can be read; prints the scores."""
     o: Any = options
+    if o.report:
+        need_report()
     if not o.pictures and not o.data:
         raise DataError("no pictures: give image files or a folder, e.g. `sigcam explain photo.jpg`.")
     fitted = o.branch not in ("softmax", "centred")
@@ -80,6 +87,8 @@ def draw_pictures(options: Options, as_json: bool) -> None:
             o.output.rmdir()
         raise DataError(f"none of the {len(samples)} pictures could be read; the first: {skipped[0][1]}")
     write_text(o.output / "explanation.json", json.dumps(rows, indent=1))
+    if o.report:
+        write_text(o.output / "report.html", _report(net, samples, options, source, rows, skipped))
     write_manifest(
         o.output,
         model=classifier.name,
@@ -96,7 +105,55 @@ def draw_pictures(options: Options, as_json: bool) -> None:
         return
     show_maps(rows, fitted)
     show_skips(skipped)
-    typer.echo(f"{len(rows)} overlay(s), maps and explanation.json are in {o.output}")
+    written = "explanation.json and report.html" if o.report else "explanation.json"
+    typer.echo(f"{len(rows)} overlay(s), maps and {written} are in {o.output}")
+
+
+def _report(
+    net: DualBranch,
+    samples: Samples,
+    options: Options,
+    branch: Any,
+    rows: Sequence[Row],
+    skipped: Sequence[tuple[str, str]],
+) -> str:
+    """The page; where a fitted branch was drawn from, beside the maps of the softmax head."""
+    names = zip(samples, file_names(samples), strict=True)
+    maps = {sample.id: options.output / f"{name}.npy" for sample, name in names}
+
+    def redraw(pictures: list[Image.Image], classes: list[int]) -> Explanation:
+        return _explained(net, pictures, options, "softmax", classes, None)
+
+    with progress_bar() as progress:
+        other = redraw if branch == "sigmoid" else None
+        return explained_page(rows, maps, samples, net, redraw=other, skipped=skipped, progress=progress)
+
+
+def _explained(
+    net: DualBranch,
+    pictures: list[Image.Image],
+    options: Options,
+    branch: Any,
+    classes: Any,
+    clamp: bool | None,
+) -> Explanation:
+    """Maps as the options ask for them."""
+    o: Any = options
+    return explain(
+        net,
+        pictures,
+        o.method,
+        branch=branch,
+        clamp=clamp,
+        classes=classes,
+        target=o.target,
+        scale=o.scale,
+        layers=o.layers.split(",") if o.layers else None,
+        zoom=o.zoom,
+        stride=o.stride,
+        aug_smooth=o.aug_smooth,
+        top_n=o.top_n,
+    )
 
 
 @dataclass(frozen=True)
@@ -109,7 +166,7 @@ class Journal:
     @staticmethod
     def open(output: Path, net: DualBranch, samples: Samples, options: Options) -> Journal:
         """What an interrupted run of the very same command left; else an empty one."""
-        asked = asdict(options) | {"batch_size": 0, "workers": 0, "device": ""}
+        asked = asdict(options) | {"batch_size": 0, "workers": 0, "device": "", "report": False}
         facts = (asked, fingerprint(net.origin), fingerprint(net.sigmoid), data_fingerprint(samples))
         key = hashlib.blake2b(json.dumps(facts, default=str).encode(), digest_size=16).hexdigest()
         path, done = output / ".explain.jsonl", dict[str, Row]()
@@ -147,27 +204,14 @@ def _drawn(
             ]
             good = [(i, p) for i, p in zip(part, opened, strict=True) if not isinstance(p, str)]
             if good:
-                ex = explain(
-                    net,
-                    [picture for _, picture in good],
-                    o.method,
-                    branch=branch,
-                    clamp=o.clamp,
-                    classes=index,
-                    target=o.target,
-                    scale=o.scale,
-                    layers=o.layers.split(",") if o.layers else None,
-                    zoom=o.zoom,
-                    stride=o.stride,
-                    aug_smooth=o.aug_smooth,
-                    top_n=o.top_n,
-                )
+                ex = _explained(net, [picture for _, picture in good], options, branch, index, o.clamp)
                 boxes = [{"box": box[0].tolist(), "threshold": o.threshold} for box in ex.boxes(o.threshold)]
                 made = [
                     {"image": samples[i].id, **row, **box}
                     for (i, _), row, box in zip(good, ex.rows(), boxes, strict=True)
                 ]
-                ex.save(o.output, [names[i] for i, _ in good], threshold=o.threshold, scores=False)
+                written = [names[i] for i, _ in good]
+                ex.save(o.output, written, threshold=o.threshold, captions=o.captions, scores=False)
                 journal.add(made)
                 found.update({row["image"]: row for row in made})
             done += len(part)

@@ -57,9 +57,11 @@ class Result:
 
     def blocks(self) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
         """(header, lines) of tables with a line per metric and a few cells side by side."""
-        cells = list(dict.fromkeys(_cell(row) for row in self.rows if row["method"] is not None)) or [_NONE]
-        names = list(dict.fromkeys(_label(row) for row in self.rows))
-        texts = {(_cell(row), _label(row)): _text(row) for row in self.rows}
+        cells = list(dict.fromkeys(cell_words(row) for row in self.rows if row["method"] is not None)) or [
+            _NONE
+        ]
+        names = list(dict.fromkeys(label_of(row) for row in self.rows))
+        texts = {(cell_words(row), label_of(row)): _text(row) for row in self.rows}
         return [
             (
                 ("metric", *(" ".join(cell) for cell in part)),
@@ -153,7 +155,8 @@ def rows_of(key: Key, metric: ImageMetric, *, scorer: str | None, val: Result | 
 _NONE = ("",)
 
 
-def _cell(row: Row) -> tuple[str, ...]:
+def cell_words(row: Row) -> tuple[str, ...]:
+    """Method, branch, and whether weights are clamped where that is not the branch's default."""
     if row["method"] is None:
         return _NONE
     default = row["branch"] == "sigmoid"
@@ -161,7 +164,7 @@ def _cell(row: Row) -> tuple[str, ...]:
     return (row["method"], *([row["branch"]] if row["branch"] else []), *said)
 
 
-def _label(row: Row) -> str:
+def label_of(row: Row) -> str:
     """The metric's name, with what distinguishes it from others of that name."""
     origin = {"fixed": f"at {FIXED}", "transferred": "at val's best"}.get(row["threshold_from"] or "", "")
     scorer = f"by {row['scorer']}" if row["scorer"] not in (None, "softmax") else ""

@@ -1,0 +1,104 @@
+"""Line charts as inline SVG: text stays text, and colours are the page's, light or dark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 420, 270
+LEFT, TOP, RIGHT, BOTTOM = 40, 26, 12, 40  # around the plot: numbers, the names of the axes
+STYLES = ("", "7 3", "2 3", "10 3 2 3", "5 5", "1 4")  # dashes: lines are told apart without their colours
+
+Point = tuple[float, float]
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a chart.
+
+    Args:
+        points: x and y, in the order they are joined.
+        dots: x, y and radius of marks on it.
+        faint: the dots are what counts.
+    """
+
+    name: str
+    points: Sequence[Point]
+    dots: Sequence[tuple[float, float, float]] = ()
+    faint: bool = False
+
+
+def line_chart(
+    title: str,
+    lines: Sequence[Line],
+    *,
+    x_name: str,
+    y_name: str,
+    x_range: Range = (0, 1),
+    y_range: Range = (0, 100),
+    rule: float | None = None,
+    diagonal: bool = False,
+) -> str:
+    """An HTML figure: the title, the chart, and the names of its lines.
+
+    Args:
+        rule: a vertical line at this x.
+        diagonal: a line from corner to corner.
+    """
+
+    def at(x: float, y: float) -> Point:
+        across, up = (
+            (x - x_range[0]) / (x_range[1] - x_range[0]),
+            (y - y_range[0]) / (y_range[1] - y_range[0]),
+        )
+        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
+
+    drawn = [*_axes(at, x_range, y_range, x_name, y_name)]
+    if diagonal:
+        drawn.append(_path([at(x_range[0], y_range[0]), at(x_range[1], y_range[1])], "rule"))
+    if rule is not None:
+        drawn.append(_path([at(rule, y_range[0]), at(rule, y_range[1])], "rule"))
+    for number, line in enumerate(lines):
+        style = f"line s{number % len(STYLES)}" + " faint" * line.faint
+        drawn.append(_path([at(*point) for point in line.points], style, STYLES[number % len(STYLES)]))
+        for x, y, radius in line.dots:
+            u, v = at(x, y)
+            drawn.append(
+                f'<circle class="dot s{number % len(STYLES)}" cx="{u:.1f}" cy="{v:.1f}" r="{radius:.1f}"/>'
+            )
+    said = f"{title}: {y_name} against {x_name}, of {', '.join(line.name for line in lines)}"
+    names = "".join(f"<li>{_sample(number)}{escape(line.name)}</li>" for number, line in enumerate(lines))
+    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(said)}">{"".join(drawn)}</svg>'
+    shown = f'<figcaption>{escape(title)}</figcaption>{svg}<ul class="key">{names}</ul>'
+    return f'<figure class="chart">{shown}</figure>'
+
+
+def _axes(at: object, x_range: Range, y_range: Range, x_name: str, y_name: str) -> list[str]:
+    """Grid lines with their numbers, five steps each way, and the names of the axes."""
+    assert callable(at)
+    drawn = list[str]()
+    for step in range(6):
+        x = x_range[0] + step / 5 * (x_range[1] - x_range[0])
+        y = y_range[0] + step / 5 * (y_range[1] - y_range[0])
+        drawn.append(_path([at(x, y_range[0]), at(x, y_range[1])], "grid"))
+        drawn.append(_path([at(x_range[0], y), at(x_range[1], y)], "grid"))
+        u, v = at(x, y_range[0])[0], at(x_range[0], y)[1]
+        drawn.append(f'<text x="{u:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x:g}</text>')
+        drawn.append(f'<text x="{LEFT - 6}" y="{v + 4:.1f}" text-anchor="end">{y:g}</text>')
+    drawn.append(f'<text x="2" y="13">{escape(y_name)}</text>')
+    drawn.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 5}" text-anchor="end">{escape(x_name)}</text>')
+    return drawn
+
+
+def _path(points: Sequence[Point], style: str, dashes: str = "") -> str:
+    steps = " ".join(f"{'L' if i else 'M'}{x:.1f} {y:.1f}" for i, (x, y) in enumerate(points))
+    return f'<path class="{style}" d="{steps}"' + (f' stroke-dasharray="{dashes}"/>' if dashes else "/>")
+
+
+def _sample(number: int) -> str:
+    """A short piece of the line, for its name."""
+    style = f"line s{number % len(STYLES)}"
+    line = _path([(0, 5), (28, 5)], style, STYLES[number % len(STYLES)])
+    return f'<svg viewBox="0 0 28 10" width="28" height="10" aria-hidden="true">{line}</svg>'
