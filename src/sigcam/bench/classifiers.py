@@ -27,7 +27,7 @@ from sigcam.training import train_probe
 if TYPE_CHECKING:
     from sigcam.bench.run import Plan
 
-STAGES = TrainConfig(epochs=4, lr=1e-2, decay_every=3, freeze_until="blocks.5")
+STAGES = TrainConfig(epochs=3, lr=1e-2, decay_every=3, freeze_until="blocks.5")
 
 
 def network(

@@ -18,6 +18,7 @@ from sigcam.errors import DataError
 from sigcam.features import Progress
 from sigcam.manifest import try_folder, write_manifest, write_text
 from sigcam.opening import usable_device
+from sigcam.report import need_report
 
 TARGETS = (*TABLES, "overhead", "figures", "all")
 
@@ -26,6 +27,7 @@ def run_bench(target: str, plan: Plan, threads: int | None) -> None:
     """Runs a target, or all, with the other processes if torchrun started some."""
     if target not in TARGETS:
         raise DataError(f"there is no target {target!r}: choose one of {', '.join(TARGETS)}.")
+    need_report()
     if not plan.data.is_dir():
         raise DataError(f"{plan.data} does not exist: give the folder that holds cub, cars, ilsvrc or pets.")
     if threads:
@@ -68,8 +70,11 @@ def _finish(plan: Plan) -> None:
     held = [
         json.loads(path.read_text()) for name in TABLES if (path := plan.output / f"{name}.json").is_file()
     ]
-    if held:
-        write_text(plan.output / "index.html", html(held))
+    measured = plan.output / "overhead.json"
+    overheads = json.loads(measured.read_text()) if measured.is_file() else None
+    figures = sorted((plan.output / "figures").glob("*.png"))
+    if held or overheads or figures:
+        write_text(plan.output / "index.html", html(held, overheads, figures))
         for table in held:
             typer.echo((plan.output / f"{table['table']}.md").read_text())
     write_manifest(plan.output, data=str(plan.data), seed=plan.seed, backbone=plan.backbone)

@@ -9,11 +9,11 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from sigcam.bench.classifiers import network
 from sigcam.bench.paper import OVERHEAD, ROWS
@@ -23,10 +23,12 @@ from sigcam.config import FitConfig
 from sigcam.draw import grid, overlay, with_boxes
 from sigcam.dual import DualBranch, attach
 from sigcam.explaining import explain
+from sigcam.explanation import data_uri
 from sigcam.features import Progress
 from sigcam.fitting import fit
 from sigcam.manifest import versions, write_text
 from sigcam.models import load_classifier
+from sigcam.report import Figure, Number, Section, Shot, Table, page
 from sigcam.training import train_probe
 
 _FIDELITY = (
@@ -139,21 +141,18 @@ def columns_of(table: str, rows: Sequence[Row]) -> list[str]:
     return [column for column in COLUMNS[table] if any(column in row for row in rows)]
 
 
-def _parts(row: Row, column: str) -> list[tuple[str, str]]:
-    """A number, its interval, its difference from the baseline, and the paper's own where it fits: what is
-    said and what kind of thing it is."""
-    if column not in row:
-        return [("-", "value")]
-    said = [(f"{row[column]:.2f}", "value")]
-    if column in row["intervals"]:
-        low, high = row["intervals"][column]
-        said.append((f"{low:.1f} to {high:.1f}", "interval"))
-    if column in row["delta"]:
-        value, low, high = row["delta"][column]
-        mark = SIGNS[verdict(row, column)]
-        said.append((f"{value:+.2f} ({low:+.1f} to {high:+.1f}) {mark}".rstrip(), mark or "difference"))
-    paper = row["published"].get(column)
-    return said + ([(f"paper {paper:.2f}", "paper")] if paper is not None else [])
+def _cell(row: Row, column: str) -> str:
+    """A number, its interval, its difference from the baseline, and the paper's own where it fits."""
+    number = _number(row, column)
+    if number is None:
+        return "-"
+    said = [number.text]
+    if number.low is not None and number.high is not None:
+        said.append(f"{number.low:.1f} to {number.high:.1f}")
+    if number.difference:
+        value, low, high = number.difference
+        said.append(f"{value:+.2f} ({low:+.1f} to {high:+.1f}) {SIGNS[number.better]}".rstrip())
+    return "; ".join([*said, *filter(None, [number.note])])
 
 
 def markdown(table: str, held: dict[str, Any]) -> str:
@@ -163,43 +162,51 @@ def markdown(table: str, held: dict[str, Any]) -> str:
         columns = columns_of(table, rows)
         lines += [f"## {name}", "", "| map from | " + " | ".join(c.replace("_", " ") for c in columns) + " |"]
         lines += ["|---" * (len(columns) + 1) + "|"]
-        lines += [
-            f"| {row['row']} | "
-            + " | ".join("; ".join(text for text, _ in _parts(row, c)) for c in columns)
-            + " |"
-            for row in rows
-        ]
+        lines += [f"| {row['row']} | " + " | ".join(_cell(row, c) for c in columns) + " |" for row in rows]
         lines += [""]
     return "\n".join([*lines, held["foot"], "", f"`{held['command']}`, {held['date']}."]) + "\n"
 
 
-STYLE = Path(__file__).with_name("page.css")
+def html(tables: Sequence[dict[str, Any]], overheads: dict[str, Any] | None, figures: Sequence[Path]) -> str:
+    """All tables and figures on one page that needs nothing from elsewhere."""
+    sections = [
+        Section(
+            TITLES[held["table"]],
+            [_report_table(held["table"], name, rows) for name, rows in groups(held)],
+            foot=held["foot"],
+            command=f"{held['command']}, {held['date']}",
+        )
+        for held in tables
+    ]
+    if overheads:
+        lines = [(name, [text]) for name, text in _overhead_facts(overheads)]
+        sections.append(Section("Overhead of the branch", [Table(("what", "number"), lines)]))
+    if figures:
+        told = "Maps and the boxes around them at 0.2 of the peak, green; ground truth red."
+        shots = [
+            Figure(Shot(data_uri(Image.open(path)), f"{path.stem}: maps side by side")) for path in figures
+        ]
+        sections.append(Section("Figures", shots, intro=told))
+    return page(
+        "sigcam bench", sections, lead="The paper's tables on these data, with controls and intervals."
+    )
 
 
-def html(tables: Sequence[dict[str, Any]]) -> str:
-    """All tables on one page that needs nothing from elsewhere."""
-    body = ["<h1>sigcam bench</h1>"]
-    for held in tables:
-        table = held["table"]
-        body.append(f"<h2>{escape(TITLES[table])}</h2>")
-        for name, rows in groups(held):
-            columns = columns_of(table, rows)
-            heads = "".join(f"<th>{escape(c.replace('_', ' '))}</th>" for c in columns)
-            body.append(f"<h3>{escape(name)}</h3><div class=wide><table><tr><th>map from</th>{heads}</tr>")
-            for row in rows:
-                cells = "".join(f"<td>{_html_cell(row, c)}</td>" for c in columns)
-                body.append(f"<tr><td>{escape(row['row'])}</td>{cells}</tr>")
-            body.append("</table></div>")
-        told = f"<code>{escape(held['command'])}</code>, {held['date']}"
-        body.append(f"<p class=foot>{escape(held['foot'])}<br>{told}</p>")
-    meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    head = f"<head>{meta}<title>sigcam bench</title><style>{STYLE.read_text()}</style></head>"
-    return f"<!doctype html><html lang=en>{head}<body>{''.join(body)}</body></html>\n"
+def _report_table(table: str, name: str, rows: Sequence[Row]) -> Table:
+    columns = columns_of(table, rows)
+    header = ("map from", *(column.replace("_", " ") for column in columns))
+    return Table(header, [(row["row"], [_number(row, c) for c in columns]) for row in rows], title=name)
 
 
-def _html_cell(row: Row, column: str) -> str:
-    (value, _), *rest = _parts(row, column)
-    return value + "".join(f"<small class='{kind}'>{text}</small>" for text, kind in rest)
+def _number(row: Row, column: str) -> Number | None:
+    if column not in row:
+        return None
+    low, high = row["intervals"].get(column, (None, None))
+    value, least, most = row["delta"].get(column, (None, 0.0, 0.0))
+    difference = None if value is None else (value, least, most)
+    paper = row["published"].get(column)
+    note = "" if paper is None else f"paper {paper:.2f}"
+    return Number(row[column], low, high, difference, verdict(row, column), note)
 
 
 # --------------------------------------------------------------------------------------------- overhead
@@ -263,12 +270,16 @@ def _training(plan: Plan, dataset: str, progress: Progress) -> dict[str, float]:
     }
 
 
+def _overhead_facts(held: dict[str, Any]) -> list[tuple[str, str]]:
+    found = [(f"parameters, {name}", f"{count:,}") for name, count in held["parameters"].items()]
+    found += [(f"ms per image, {name}", f"{value:.2f}") for name, value in held["ms_per_image"].items()]
+    return found + [(f"training, {name}", f"{value:.4g}") for name, value in held["training"].items()]
+
+
 def _overhead_lines(held: dict[str, Any]) -> list[str]:
     """The measurement as a page; the paper's numbers below it."""
     lines = ["# Overhead of the branch", "", "| what | number |", "|---|---|"]
-    lines += [f"| parameters, {name} | {count:,} |" for name, count in held["parameters"].items()]
-    lines += [f"| ms per image, {name} | {value:.2f} |" for name, value in held["ms_per_image"].items()]
-    lines += [f"| training, {name} | {value:g} |" for name, value in held["training"].items()]
+    lines += [f"| {name} | {text} |" for name, text in _overhead_facts(held)]
     lines += ["", "| the paper's, without / with the branch | hours | ms per image | million parameters |"]
     lines += ["|---|---|---|---|"]
     for name, pairs in OVERHEAD.items():

@@ -33,7 +33,8 @@ from sigcam.result import Result
 
 Row = dict[str, Any]
 BASELINE = ("softmax", False)
-FEWER = 1000  # images that classifiers besides the first, and fits besides the default, are measured on
+FEWER = 500  # images of rows beside the paper's: enlarged ones, other classifiers, other fits
+FEWEST = 100  # of these, where confidence is measured
 LOCATING = ("max_box_acc_v2", "gt_known_loc", "top1_loc", "top1_cls")
 FIDELITY = ("average_drop", "increase_in_confidence", "mean_map")
 BRANCHES: Any = ("softmax", "centred", "sigmoid")
@@ -75,7 +76,7 @@ class Plan:
 
     @property
     def fewer(self) -> int | None:
-        """How many images the tables beside the paper's own are measured on."""
+        """How many images rows beside the paper's own are measured on."""
         return self.locating or (None if self.fidelity is None else FEWER)
 
     @property
@@ -209,9 +210,10 @@ def table2(plan: Plan, progress: Progress) -> list[Row]:
 
 def locating_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progress) -> list[Row]:
     """How well maps locate objects."""
-    samples, rows = plan.samples(dataset, "test", plan.locating), list[Row]()
+    rows = list[Row]()
     metrics = ("pxap", "top1_cls") if dataset == "pets" else LOCATING
     for zoom in dict.fromkeys((1.0, plan.zoom)):
+        samples = plan.samples(dataset, "test", plan.locating if zoom == 1 else plan.fewer)
         how: Any = {"methods": METHODS[:2] if zoom == 1 else METHODS[:1], "branches": BRANCHES}
         how |= {"clamps": (False, True), "metrics": metrics, "zoom": zoom}
         name = f"locating-{plan.called}-{dataset}-x{zoom:g}"
@@ -228,7 +230,7 @@ def nwc(plan: Plan, progress: Progress) -> list[Row]:
 def pos_weight(plan: Plan, progress: Progress) -> list[Row]:
     """The weight of a positive label: 1, half of C - 1, C - 1."""
     dataset = there(plan, ("cub", "cars"))[0]
-    samples, rows = plan.samples(dataset, "test", plan.locating), list[Row]()
+    samples, rows = plan.samples(dataset, "test", plan.fewer), list[Row]()
     most = len(samples.classes) - 1
     for weight in (1.0, most / 2, float(most)):
         net = network(plan, dataset, FitConfig(pos_weight=weight, seed=plan.seed), progress)
@@ -292,7 +294,8 @@ def _ones_zeros(scores: Sequence[torch.Tensor]) -> torch.Tensor:
 def another(plan: Plan, progress: Progress) -> list[Row]:
     """Fidelity and localisation of another classifier, on the first data set of fine-grained classes, on
     fewer images and none of them enlarged."""
-    plan, dataset = replace(plan, locating=plan.fewer, zoom=1.0), there(plan, ("cub", "cars"))[0]
+    dataset, fewest = there(plan, ("cub", "cars"))[0], plan.fidelity and min(plan.fidelity, FEWEST)
+    plan = replace(plan, locating=plan.fewer, fidelity=fewest, zoom=1.0)
     net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
     return confidence_rows(plan, net, dataset, progress) + locating_rows(plan, net, dataset, progress)
 
@@ -308,11 +311,10 @@ def stages(plan: Plan, progress: Progress) -> list[Row]:
 
 
 def vgg16(plan: Plan, progress: Progress) -> list[Row]:
-    """The paper's own network with its published convolutions; confidence on fewer images: it is slow."""
+    """The paper's own network with its published convolutions."""
     if world() > 1:
         raise DataError("vgg16 is trained in one process: start it without torchrun.")
-    fewest = plan.fidelity and min(plan.fidelity, 100)
-    return another(replace(plan, backbone=VGG, fidelity=fewest), progress)
+    return another(replace(plan, backbone=VGG), progress)
 
 
 def there(plan: Plan, wanted: Sequence[str]) -> list[str]:
