@@ -1,6 +1,7 @@
 """The main job, small: everything is written, predictions stand, the branch loads back."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from PIL import Image
 
 import sigcam
-from sigcam.demo import run_demo
+from sigcam.demo import SHOWN, run_demo
 from sigcam.models import load_classifier
 
 
@@ -31,6 +32,10 @@ def test_demo_writes_figures_branch_and_table_and_changes_no_prediction(tmp_path
     for name in ("maps.png", "distortions.png"):
         with Image.open(tmp_path / name) as figure:
             assert figure.width > 900
+    report = (tmp_path / "report.html").read_text()
+    values = {float(value) for value in re.findall(r'data-value="([^"]+)"', report)}
+    assert {row["iou"] for row in table["maps"]} | {row["auroc"] for row in table["nothing_there"]} <= values
+    assert report.count("<article") == SHOWN and report.count("<img") == 2 * SHOWN + 2
     assert json.loads((tmp_path / "manifest.json").read_text())["numbers"] == table
     classifier = load_classifier("embedded", weights=tmp_path / "classifier.safetensors")
     net = sigcam.load(tmp_path / "branch.safetensors", classifier.model)

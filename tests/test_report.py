@@ -27,6 +27,7 @@ from sigcam.explanation import data_uri
 from sigcam.finding import evaluated_page
 from sigcam.glancing import LOOKED_AT, Look, curves_of, look
 from sigcam.metrics import MaxBoxAccV2, PxAP
+from sigcam.quality import calibration
 from sigcam.report import Card, Charts, Figure, Gallery, Notes, Number, Section, Shot, Table, page
 from sigcam.showing import disagree, evenly
 
@@ -334,6 +335,16 @@ def test_without_labels_or_a_fitted_branch_the_page_says_so(samples: Samples):
 def test_one_image_is_too_few_to_be_the_best(samples: Samples):
     read = evaluated(prepared(Gap()), samples[:1])[2]
     assert "Too few images." in read.text
+
+
+def test_a_page_without_any_map_measured_says_so_and_still_tells_how_reliable_scores_are(samples: Samples):
+    _, seen, read = evaluated(prepared(Gap()), samples, metrics=["top1_cls"])
+    assert "No number that needs a map was asked for." in read.text and "top1 cls" in read.text
+    right = [samples[g.index].label == g.predicted for g in seen.glances]
+    scores = torch.tensor([g.probability for g in seen.glances])[:, None]
+    error = calibration(scores, torch.tensor(right)[:, None]).error
+    assert f"softmax probability, error {error:.3f}" in read.text
+    assert "sigmoid evidence, error" in read.text
 
 
 # --- the commands ---

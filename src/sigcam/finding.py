@@ -90,16 +90,14 @@ def _tables(result: Result, curves: Curves) -> Section:
         if rows:
             lines = [(" ".join(cell), [found.get((cell, *column)) for column in columns]) for cell in cells]
             tables.append(Table(("maps", *heads), lines, title))
-    intro = "No number needs a map." if not tables else ""
     foot = "Below a number are the ends of its 95 % bootstrap interval" if _has_ends(result) else ""
     if curves.differences:
         foot += (
             ", then its difference from the softmax head's signed maps on the same images with a paired "
             "interval, marked where that excludes zero"
         )
-    return Section(
-        "Numbers", tables, intro=intro, foot=f"{foot}." if foot else "No intervals were asked for."
-    )
+    foot = f"{foot}." if foot else "No intervals were asked for."
+    return Section("Numbers", tables, empty="No number that needs a map was asked for.", foot=foot)
 
 
 def _key(row: Row) -> Key:

@@ -190,8 +190,9 @@ def _labelled(samples: Samples, net: DualBranch) -> tuple[Samples, bool]:
 
 
 def _cells_of(result: Result) -> tuple[Cell, ...]:
-    """The cells of the first method that was evaluated, a row of the table each."""
+    """The cells of the first method that was evaluated, a row of the table each; if none, the plainest."""
     keys = [(r["method"], r["branch"], r["clamp"]) for r in result.rows if r["method"] is not None]
+    keys = keys or [("grad-cam", "softmax", False)]
     return tuple(Cell(*key) for key in dict.fromkeys(keys) if key[0] == keys[0][0])
 
 

@@ -72,11 +72,13 @@ def measure_and_report(options: Options, threads: int | None, as_json: bool) -> 
         options = replace(options, device=device)
         with progress_bar(quiet=rank() > 0) as progress:
             found = measure(options, progress)
+            if rank() == 0:
+                write_results(found.result, options)
             curves = curves_of(found.result) if options.report else None
             if curves and rank() == 0:
                 write_report(found, curves, options, progress)
         if rank() == 0:
-            report(found.result, options, as_json)
+            show(found.result, options, as_json)
 
 
 def measure(options: Options, progress: Progress) -> Measured:
@@ -88,8 +90,8 @@ def measure(options: Options, progress: Progress) -> Measured:
     return _measure_maps(options, options.maps, progress)
 
 
-def report(result: Result, options: Options, as_json: bool) -> None:
-    """Writes results.json and manifest.json, and prints the table or the JSON."""
+def write_results(result: Result, options: Options) -> None:
+    """Writes results.json and manifest.json."""
     output = options.output
     write_text(output / "results.json", result.to_json() + "\n")
     drawn = (
@@ -106,6 +108,10 @@ def report(result: Result, options: Options, as_json: bool) -> None:
         skipped=result.skipped,
         numbers=list(result.rows),
     )
+
+
+def show(result: Result, options: Options, as_json: bool) -> None:
+    """Prints the table or the JSON."""
     if as_json:
         typer.echo(result.to_json())
         return
@@ -115,7 +121,7 @@ def report(result: Result, options: Options, as_json: bool) -> None:
         typer.echo(line)
     show_skips(result.skipped)
     written = "results.json, report.html" if options.report else "results.json"
-    typer.echo(f"{written} and manifest.json are in {output}")
+    typer.echo(f"{written} and manifest.json are in {options.output}")
 
 
 def write_report(found: Measured, curves: Curves, options: Options, progress: Progress) -> None:
