@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from sigcam.data import Sample
 from sigcam.data.shapes import scenes, shapes
 from sigcam.draw import HEAT, SIGNED, with_outline
 from sigcam.dual import DualBranch
+from sigcam.explaining import Drawing, explain_passage
+from sigcam.probe import Branch
 
 matplotlib.use("agg")
 matplotlib.rcParams.update(
@@ -39,34 +42,35 @@ matplotlib.rcParams.update(
 import matplotlib.pyplot as plt  # noqa: E402 (after the back end is chosen)
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm  # noqa: E402
 
-COLOURS = {"softmax": "#4a0c6b", "centred": "#cf4446", "sigmoid": "#e07b00"}
+COLOURS: dict[Branch, str] = {"softmax": "#4a0c6b", "centred": "#cf4446", "sigmoid": "#e07b00"}
 GREY = "#6b6b70"
 WARM = LinearSegmentedColormap.from_list("heat", [f"#{c}" for c in HEAT])
 BOTH = LinearSegmentedColormap.from_list("signed", [f"#{c}" for c in SIGNED])
 
 
-def main(demo: Path, images: Path) -> None:
-    """Writes every figure to `images`."""
+def main(demo: Path, images: Path, *names: str) -> None:
+    """Writes every figure to `images`, or those that are named."""
     net = opened(demo)
     tests = shapes(64, split="test")
     sample, index = next((s, i) for i, s in enumerate(tests) if rightly(net, s))
     empty = scenes(index + 1)[index]
-    drawn = {
-        "shift.svg": shift(),
-        "collapse.svg": collapse(net, sample),
-        "balanced.svg": balanced(),
-        "clamping.png": clamping(net, sample),
-        "methods.png": methods(net, sample),
-        "additive.png": additive(net, sample),
-        "nothing.png": nothing(net, sample, empty),
+    drawn: dict[str, Callable[[], Any]] = {
+        "shift.svg": shift,
+        "collapse.svg": lambda: collapse(net, sample),
+        "balanced.svg": balanced,
+        "clamping.png": lambda: clamping(net, sample),
+        "methods.png": lambda: methods(net, sample),
+        "additive.png": lambda: additive(net, sample),
+        "nothing.png": lambda: nothing(net, sample, empty),
     }
-    for name, figure in drawn.items():
-        options: dict[str, Any] = {"metadata": {"Date": None}} if name.endswith("svg") else {"dpi": 120}
+    for name in names or drawn:
+        figure = drawn[name]()
+        options: dict[str, Any] = {"metadata": {"Date": None}} if name.endswith("svg") else {"dpi": 100}
         figure.savefig(images / name, bbox_inches="tight", **options)
         plt.close(figure)
         print(f"{name}: {(images / name).stat().st_size / 1000:.0f} kB")
     rows = net.last_layer("softmax").get_parameter("weight").detach().double()
-    published = sigcam.load_classifier("embedded").model.classifier.weight.detach().double()
+    published = sigcam.load_classifier("embedded").model.get_parameter("classifier.weight").detach().double()
     for name, weight in (("the demo's head", rows), ("the embedded classifier's own head", published)):
         size = float(weight.mean(0).norm() / weight.norm(dim=1).mean())
         print(f"{name}: the mean row is {size:.1%} as long as a row is on average")
@@ -120,39 +124,42 @@ def collapse(net: DualBranch, sample: Sample) -> Any:
     weight = moving.last_layer("softmax").get_parameter("weight")
     start = weight.detach().clone()
     spread = float(start.std())
-    steps = torch.linspace(0, 3, 31, dtype=torch.float64)
-    left: dict[str, list[float]] = {branch: [] for branch in COLOURS}
+    steps = torch.linspace(0, 0.5, 21, dtype=torch.float64)
+    left: dict[Branch, list[float]] = {"softmax": [], "centred": [], "sigmoid": []}
     chance = list[float]()
     for step in steps.tolist():
         with torch.no_grad():
             weight.copy_(start - step * spread)
+        passage = moving.run(image)
         for branch, shares in left.items():
-            options: Any = {"branch": branch, "clamp": False, "scale": "raw", "size": "features"}
-            ex = sigcam.explain(moving, image, "cam", classes=sample.label, **options)
+            drawing = Drawing("cam", branch, clamp=False, scale="raw")
+            ex = explain_passage(moving, passage, drawing, classes=sample.label, size="features")
             shares.append(float((ex.maps > 0).double().mean()))
         chance.append(float(ex.probability[0]))
-    figure, axes = plt.subplots(1, 2, figsize=(7.2, 2.9), layout="constrained")
+    gone = next(step for step, share in zip(steps.tolist(), left["softmax"], strict=True) if not share)
     row = start[sample.label] / spread
-    for off, colour in ((0.0, GREY), (1.5, "#a52c60"), (3.0, "#4a0c6b")):
-        label = "as trained" if not off else f"less {off:g}"
-        axes[0].hist((row - off).tolist(), bins=60, range=(-7, 4), histtype="step", color=colour, label=label)
-    axes[0].axvline(0, color="black", linewidth=0.8)
+    figure, axes = plt.subplots(1, 2, figsize=(7.2, 2.9), layout="constrained")
+    for off, colour, name in ((0.0, GREY, "as trained"), (gone, COLOURS["softmax"], "when the map is gone")):
+        axes[0].hist((row - off).tolist(), bins=40, range=(-4, 4), histtype="step", color=colour, label=name)
+    axes[0].axvline(0, 0, 0.72, color="black", linewidth=0.8)
     axes[0].set_title("the class's weights, one per channel")
     axes[0].set_xlabel("weight, in standard deviations")
-    axes[0].set_yticks([])
-    axes[0].spines["left"].set_visible(False)
+    axes[0].set_ylabel("channels")
+    axes[0].set_ylim(0, 165)
     axes[0].legend(frameon=False, fontsize=9, loc="upper left")
     axes[1].plot(steps, [100 * p for p in chance], ":", color="black", label="probability of the class")
     for branch, shares in left.items():
         dashed = "--" if branch == "centred" else "-"
         axes[1].plot(steps, [100 * s for s in shares], dashed, color=COLOURS[branch], label=f"{branch} map")
-    axes[1].set_title("share of cells above zero")
+    axes[1].set_title("cells of the map above zero, and probability")
     axes[1].set_ylabel("%")
     axes[1].set_ylim(-3, 103)
     axes[1].set_xlabel("taken off every weight, in standard deviations")
-    axes[1].legend(frameon=False, fontsize=9)
+    axes[1].legend(frameon=False, fontsize=9, loc="center right", bbox_to_anchor=(1, 0.28))
     print(f"collapse: probability from {min(chance):.12f} to {max(chance):.12f}")
     print("collapse: share of cells above zero", {b: (s[0], s[-1]) for b, s in left.items()})
+    positive = [float((row > off).double().mean()) for off in (0.0, gone)]
+    print(f"collapse: gone at {gone:.3f}; positive weights before and then: {positive}")
     return figure
 
 
@@ -163,7 +170,7 @@ def balanced() -> Any:
     for weight, name, colour in ((1, "weight 1", GREY), (7, "weight C - 1 = 7", "#e07b00")):
         ax.plot(share, weight * share / (weight * share + 1 - share), color=colour, label=name)
     ax.plot([1 / 8, 1 / 8, 0], [0, 0.5, 0.5], ":", color="black", linewidth=1)
-    ax.annotate("the average class:\n1 image in C = 8", (1 / 8, 0.5), (0.2, 0.3), fontsize=9)
+    ax.annotate("the average class:\n1 image in C = 8", (1 / 8, 0.5), (0.15, 0.02), fontsize=9)
     ax.set_xlabel("share of images with these features that show the class")
     ax.set_ylabel("score that Eq. 12 asks for")
     ax.set_xlim(0, 1)
@@ -208,7 +215,8 @@ def methods(net: DualBranch, sample: Sample) -> Any:
     """Unit maps of six methods from the softmax head, which is global average + linear."""
     image = batch(net, sample)
     names = ("cam", "grad-cam", "xgrad-cam", "hires-cam", "layer-cam", "grad-cam++", "ablation-cam")
-    figure, axes = plt.subplots(2, 4, figsize=(8.4, 4.7), layout="constrained")
+    figure, axes = plt.subplots(2, 4, figsize=(8.4, 5.0), layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.12)
     axes = axes.flatten()
     axes[0].imshow(with_outline(sample.open(), sample.open_mask()) if sample.open_mask else sample.open())
     axes[0].set_title("input, object outlined")
@@ -217,11 +225,13 @@ def methods(net: DualBranch, sample: Sample) -> Any:
         raw: Any = {"branch": "softmax", "classes": sample.label, "scale": "raw", "size": "features"}
         maps = sigcam.explain(net, image, name, **raw).maps[0]
         low[name] = maps / maps.abs().max()
-        ax.imshow(low[name].relu(), cmap=WARM, vmin=0, vmax=1)
+        ax.imshow(low[name].relu() / low[name].max(), cmap=WARM, vmin=0, vmax=1)
         ax.set_title(name)
-        apart = float((low[name] - low["cam"]).abs().max())
-        said = "the same as cam" if apart < 1e-3 else f"up to {apart:.2f} from cam"
-        ax.set_xlabel("" if name == "cam" else said)
+        same = bool((low[name] - low["cam"]).abs().max() < 1e-3)
+        said = (
+            "the same as cam" if same else "cam of positive weights" if name == "layer-cam" else "another map"
+        )
+        ax.set_xlabel(" " if name == "cam" else said)
     for ax in axes:
         bare(ax)
     return figure
@@ -232,7 +242,7 @@ def additive(net: DualBranch, sample: Sample) -> Any:
     image = batch(net, sample)
     ex = sigcam.explain(net, image, "cam", scale="raw", size="features")
     values, label = ex.maps[0], int(ex.classes[0])
-    bias = float(net.last_layer("sigmoid").get_parameter("bias")[label])
+    bias = float(net.last_layer("sigmoid").get_parameter("bias").detach()[label])
     mean, logit = float(values.mean()), float(ex.logits[0])
     figure, axes = plt.subplots(1, 2, figsize=(7.4, 4.0), layout="constrained")
     axes[0].imshow(sample.open())
@@ -284,7 +294,9 @@ def nothing(net: DualBranch, sample: Sample, empty: Sample) -> Any:
         mean, logit = float(raw.maps.mean()), float(raw.logits[0])
         axes[row, 1].set_xlabel(f"evidence {float(unit.evidence[0]):.3f}")
         axes[row, 2].set_xlabel(f"mean {mean:+.2f}, logit {logit:+.2f}")
-    for ax, name in zip(axes[0], ("input", "scale='unit'", "scale='raw'"), strict=True):
+    for ax, name in zip(
+        axes[0], ("input", "scale='unit', positive weights", "scale='raw', all weights"), strict=True
+    ):
         ax.set_title(name)
     for ax in axes.flatten():
         bare(ax)
@@ -301,4 +313,4 @@ def bare(ax: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
