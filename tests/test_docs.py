@@ -115,14 +115,18 @@ def test_the_pages_hold_command_lines_to_check():
 
 
 def messages() -> list[str]:
-    """Every text in the source, with a gap for what is put in when it is shown."""
+    """Every text in the source but docstrings, with a gap for what is put in when it is shown."""
     texts = []
     for path in sorted((ROOT / "src").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
             if isinstance(node, ast.JoinedStr):
                 parts = (v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
                 texts.append("".join(str(part) for part in parts))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            elif (
+                isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+            ):
                 texts.append(node.value)
     return texts
 
