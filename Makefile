@@ -15,7 +15,7 @@ check: test
 
 docs: .venv/dev.done
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/build-docs
-	@echo "look at it: $(BIN)/python -m http.server --directory build/site, then http://localhost:8000"
+	@echo "look at build/site/index.html"
 
 bench: .venv/dev.done
 	@$(BIN)/python benchmarks/maps.py

@@ -172,7 +172,8 @@ def test_every_picture_says_what_it_shows_and_is_small():
 def test_the_site_asks_no_other_host_for_anything():
     settings = (ROOT / "mkdocs.yml").read_text()
     assert "font: false" in settings and "http" not in settings
-    assert "http" not in (ROOT / "docs/stylesheets/extra.css").read_text()
+    for path in (*(ROOT / "docs/stylesheets").iterdir(), *(ROOT / "docs/javascripts").iterdir()):
+        assert "http" not in path.read_text(), path
 
 
 def test_the_commands_page_shows_every_option(monkeypatch: pytest.MonkeyPatch):
