@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench docs clean
 
 demo: .venv/demo.done
 	@$(BIN)/sigcam demo --output sigcam-demo
@@ -12,6 +12,10 @@ test: .venv/dev.done
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
 
 check: test
+
+docs: .venv/dev.done
+	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/build-docs
+	@echo "look at build/site/index.html"
 
 bench: .venv/dev.done
 	@$(BIN)/python benchmarks/maps.py
@@ -26,7 +30,7 @@ bench: .venv/dev.done
 
 .venv/dev.done: .venv/demo.done
 	@echo "installing what the tests need ..."
-	@$(PIP) install --quiet --constraint constraints.txt --editable '.[embedded,report,hf,dev]' 2>.venv/install.log || (cat .venv/install.log; exit 1)
+	@$(PIP) install --quiet --constraint constraints.txt --editable '.[embedded,report,hf,docs,dev]' 2>.venv/install.log || (cat .venv/install.log; exit 1)
 	@touch $@
 
 clean:
