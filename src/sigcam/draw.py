@@ -17,12 +17,12 @@ SIGNED = ("2a4b9b", "5a7fc4", "98b6de", "d3dff0", "f7f7f7", "f6d9cc", "e8a48c", 
 INK, PAPER = (28, 28, 30), (255, 255, 255)
 
 
-def colours(values: Tensor, *, signed: bool = False) -> Image.Image:
-    """A map as colours: [0, 1] from dark to bright; signed, zero is white and the largest size a full
-    colour."""
+def colours(values: Tensor, *, signed: bool = False, peak: float | None = None) -> Image.Image:
+    """A map as colours: [0, 1] from dark to bright; signed, zero is white and `peak` (by default the largest
+    size) a full colour."""
     array = values.detach().float().cpu().numpy()
     if signed:
-        peak = float(np.abs(array).max()) or 1.0
+        peak = peak or float(np.abs(array).max()) or 1.0
         array = (array / peak + 1) / 2
     table = np.array(
         [[int(c[i : i + 2], 16) for i in (0, 2, 4)] for c in (SIGNED if signed else HEAT)], dtype=float
@@ -33,17 +33,20 @@ def colours(values: Tensor, *, signed: bool = False) -> Image.Image:
     return Image.fromarray((table[low] * (1 - part) + table[low + 1] * part).round().astype(np.uint8))
 
 
-def overlay(image: Image.Image, values: Tensor, *, signed: bool = False) -> Image.Image:
-    """The picture with its map on it: opaque where the map is strong, the picture itself where it is zero."""
+def overlay(
+    image: Image.Image, values: Tensor, *, signed: bool = False, peak: float | None = None
+) -> Image.Image:
+    """The picture with its map on it: opaque where the map is strong, the picture itself where it is zero.
+    `peak` as for `colours`."""
     size = (values.shape[1], values.shape[0])
     base = np.asarray(image.convert("RGB").resize(size, Image.Resampling.BILINEAR), dtype=float)
     strength: NDArray[Any] = values.detach().float().abs().cpu().numpy()
-    strength = strength / (strength.max() or 1.0) if signed else np.clip(strength, 0, 1)
+    strength = strength / (peak or strength.max() or 1.0) if signed else np.clip(strength, 0, 1)
     alpha = (0.75 * strength)[..., None]
     grey = (
         base.mean(2, keepdims=True) * 0.5 + base * 0.5
     )  # half the colour gone, so that the map's own is read
-    mixed = grey * (1 - alpha) + np.asarray(colours(values, signed=signed), dtype=float) * alpha
+    mixed = grey * (1 - alpha) + np.asarray(colours(values, signed=signed, peak=peak), dtype=float) * alpha
     return Image.fromarray(mixed.round().clip(0, 255).astype(np.uint8))
 
 
