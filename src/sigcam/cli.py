@@ -313,7 +313,9 @@ def ui(
     ] = None,
     host: Annotated[str, typer.Option("--host", help="Others than this machine need --auth.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="To listen on.")] = 7860,
-    share: Annotated[bool, typer.Option("--share", help="Through gradio's public tunnel; with --auth.")] = False,
+    share: Annotated[
+        bool, typer.Option("--share", help="Through gradio's public tunnel; with --auth.")
+    ] = False,
     auth: Annotated[
         str | None, typer.Option("--auth", envvar="SIGCAM_AUTH", help="user:password that visitors need.")
     ] = None,

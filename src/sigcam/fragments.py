@@ -59,7 +59,7 @@ def boxes_html(boxes: Boxes) -> str:
         if box is not None:
             left, top, right, bottom = (100 * share for share in box)
             place = f"left:{left:.2f}%;top:{top:.2f}%;width:{right - left:.2f}%;height:{bottom - top:.2f}%"
-            rules.append(f".sc-p{number} .sc-box{{display:block;{place}}}")
+            rules.append(f"#panels .sc-p{number} .sc-box{{display:block;{place}}}")
     return f"<style>{''.join(rules)}</style>"
 
 
@@ -77,7 +77,11 @@ def tops_html(tops: Sequence[Top], delta: float) -> str:
             f"<th scope=col>softmax probability</th><th scope=col>sigmoid evidence</th></tr></thead>"
             f"<tbody>{rows}</tbody></table>"
         )
-    moved = "" if not delta else "<p>The head is shifted: its probabilities above are computed anew, and stand still.</p>"
+    moved = (
+        ""
+        if not delta
+        else "<p>The head is shifted: its probabilities above are computed anew, and stand still.</p>"
+    )
     return f'<div class="sc-tops">{"".join(parts)}</div>{moved}'
 
 
@@ -98,5 +102,7 @@ def links_html(files: dict[str, bytes]) -> str:
         kind = KINDS.get(name.rpartition(".")[2], "application/octet-stream")
         source = f"data:{kind};base64,{base64.b64encode(data).decode()}"
         size = f"{len(data) / 1e6:.1f} MB" if len(data) >= 1e6 else f"{max(1, len(data) // 1000)} kB"
-        links.append(f'<a class="sc-link" download="{escape(name)}" href="{source}">{escape(name)} ({size})</a>')
+        links.append(
+            f'<a class="sc-link" download="{escape(name)}" href="{source}">{escape(name)} ({size})</a>'
+        )
     return f'<div class="sc-links">{"".join(links)}</div>'

@@ -27,8 +27,12 @@ Kind = Literal["evidence", "signed"]
 SIDE = 352  # pixels of a drawn picture's longer side
 MOST_PANELS = 12
 CHANNELS = 64  # that Score-CAM tries here
-IN_LOGITS = frozenset({"cam", "grad-cam", "xgrad-cam", "layer-cam", "hires-cam"})  # others have units of their own
-HEADLESS = frozenset({"score-cam", "eigen-cam", "attention-rollout"})  # a shifted head does not reach them here
+IN_LOGITS = frozenset(
+    {"cam", "grad-cam", "xgrad-cam", "layer-cam", "hires-cam"}
+)  # others have units of their own
+HEADLESS = frozenset(
+    {"score-cam", "eigen-cam", "attention-rollout"}
+)  # a shifted head does not reach them here
 TOP = 5
 
 
@@ -66,7 +70,9 @@ class Panel:
     note: str
     peak: float = 1.0
     uri: str = ""
-    unit: Tensor = field(default_factory=lambda: torch.zeros(1, 1, 1))  # (1, H, W) of the network's input, in [0, 1]
+    unit: Tensor = field(
+        default_factory=lambda: torch.zeros(1, 1, 1)
+    )  # (1, H, W) of the network's input, in [0, 1]
 
     @property
     def in_logits(self) -> bool:
@@ -118,7 +124,9 @@ def class_label(net: DualBranch, index: int) -> str:
 def class_choices(net: DualBranch) -> list[tuple[str, int]]:
     """Every class as (label, number); names that occur twice carry their number."""
     labels = [class_label(net, k) for k in range(max(net.classes, 2))]
-    twice = {label for label in labels if labels.count(label) > 1} if len(set(labels)) < len(labels) else set()
+    twice = (
+        {label for label in labels if labels.count(label) > 1} if len(set(labels)) < len(labels) else set()
+    )
     return [(f"{label} ({k})" if label in twice else label, k) for k, label in enumerate(labels)]
 
 
@@ -211,7 +219,9 @@ class Look:
         now = probabilities(net, passage, self._delta(net))
         for k in best.indices.tolist():
             logit = full(passage.sigmoid.detach())[0, min(k, net.classes - 1)]
-            evidence = float((-logit if net.classes == 1 and k == 0 else logit).sigmoid()) if net.fitted else None
+            evidence = (
+                float((-logit if net.classes == 1 and k == 0 else logit).sigmoid()) if net.fitted else None
+            )
             rows.append((class_label(net, k), float(now[k]), evidence))
         return Top(title, tuple(rows))
 
@@ -221,7 +231,9 @@ class Look:
         if not asked.sources or not asked.methods:
             raise DataError("choose at least one head and one method to see maps.")
         if count > MOST_PANELS:
-            raise DataError(f"that would be {count} maps: choose fewer heads, methods or classes, {MOST_PANELS} at most.")
+            raise DataError(
+                f"that would be {count} maps: choose fewer heads, methods or classes, {MOST_PANELS} at most."
+            )
         panels = [p for s in asked.sources for m in asked.methods for p in self._panels(s, m, asked, 0.0)]
         sizes = [float(p.low.abs().max() if asked.kind == "signed" else p.low.max()) for p in panels]
         for panel, size in zip(panels, sizes, strict=True):
@@ -268,7 +280,10 @@ class Look:
         held, overlays = io.BytesIO(), io.BytesIO()
         maps = [finish(p.low, p.method, (p.unit.shape[1], p.unit.shape[2]), "raw")[0, 0] for p in self.panels]
         same = max(m.shape[0] for m in maps), max(m.shape[1] for m in maps)  # two models may differ
-        maps = [m if m.shape == same else finish(p.low, p.method, same, "raw")[0, 0] for p, m in zip(self.panels, maps, strict=True)]
+        maps = [
+            m if m.shape == same else finish(p.low, p.method, same, "raw")[0, 0]
+            for p, m in zip(self.panels, maps, strict=True)
+        ]
         np.save(held, torch.stack(maps).float().cpu().numpy())
         boxes = self.boxes(self.threshold)
         wide, high = self.base.size
@@ -286,7 +301,11 @@ class Look:
             "delta": self.delta,
             "maps": [self._row(panel, box) for panel, box in zip(self.panels, boxes, strict=True)],
         }
-        return {"maps.npy": held.getvalue(), "overlay.png": overlays.getvalue(), "maps.json": json.dumps(about, indent=1).encode()}
+        return {
+            "maps.npy": held.getvalue(),
+            "overlay.png": overlays.getvalue(),
+            "maps.json": json.dumps(about, indent=1).encode(),
+        }
 
     def _row(self, panel: Panel, box: tuple[float, float, float, float] | None) -> dict[str, Any]:
         passage, net = self.passage(panel.source.net), panel.source.net
@@ -304,7 +323,9 @@ class Look:
             "positive_share": panel.share,
             "peak": float(panel.low.max()),
             "unit": "logits" if panel.in_logits else "the method's own",
-            "box": None if box is None else [round(box[0] * wide), round(box[1] * high), round(box[2] * wide), round(box[3] * high)],
+            "box": None
+            if box is None
+            else [round(box[0] * wide), round(box[1] * high), round(box[2] * wide), round(box[3] * high)],
             "note": panel.note,
         }
 
@@ -321,13 +342,24 @@ class Look:
         clamp = source.branch == "sigmoid" and asked.kind == "evidence"
         tried = CHANNELS if method == "score-cam" else None
         how = Drawing(method, source.branch, clamp, scale="raw", top_n=tried)
-        ex = explain_passage(net, passage, how, classes=torch.tensor([index], device=source.net.device), size="features")
+        ex = explain_passage(
+            net, passage, how, classes=torch.tensor([index], device=source.net.device), size="features"
+        )
         panels = []
         for i, k in enumerate(index):
             low = ex.maps[:, i : i + 1].detach().cpu()
             note = _why_dark(low, asked.kind, clamp)
             panels.append(
-                Panel(source, method, k, class_label(source.net, k), low, float(ex.logits[0, i]), float(ex.positive_share[0, i]), note)
+                Panel(
+                    source,
+                    method,
+                    k,
+                    class_label(source.net, k),
+                    low,
+                    float(ex.logits[0, i]),
+                    float(ex.positive_share[0, i]),
+                    note,
+                )
             )
         return panels
 
@@ -338,7 +370,9 @@ class Look:
             panel.unit = finish(panel.low, panel.method, (int(size[0]), int(size[1])), "unit")[0]
 
     def _overlay(self, panel: Panel) -> Image.Image:
-        values = finish(panel.low, panel.method, (self.base.height, self.base.width), "raw")[0, 0] / panel.peak
+        values = (
+            finish(panel.low, panel.method, (self.base.height, self.base.width), "raw")[0, 0] / panel.peak
+        )
         if self.kind == "signed":
             return overlay(self.base, values.clamp(-1, 1), signed=True, peak=1.0)
         return overlay(self.base, values.clamp(0, 1))

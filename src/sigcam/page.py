@@ -31,6 +31,7 @@ from sigcam.looking import (
 from sigcam.serving import FitJob, Sessions, Shelf, Stopped, admitted
 
 log = logging.getLogger("sigcam")
+THRESHOLD = 0.4  # at first: unit maps of the clamped branch seldom reach zero
 ON_A_SHELF = 24  # thumbnails at a time
 LARGEST_BRANCH = 20 * 2**20  # that is handed over as a link
 AT_ONCE = 8  # pictures in a batch of the data-set view
@@ -88,7 +89,9 @@ class Page:
         """Whose browser tab it is."""
         return f"{request.username or ''}:{request.session_hash}"
 
-    def _look(self, request: gr.Request, name: str, picture: Image.Image, controls: tuple[Any, ...]) -> list[Any]:
+    def _look(
+        self, request: gr.Request, name: str, picture: Image.Image, controls: tuple[Any, ...]
+    ) -> list[Any]:
         """A new picture: its likely class, drawn as the controls say."""
         sources, methods, kind, shared, threshold, delta = controls
         look = Look(name, picture, list(dict.fromkeys(s.net for s in self.sources.values())))
@@ -116,11 +119,21 @@ class Page:
     def start(self, request: gr.Request) -> list[Any]:
         """What is there before anybody has clicked: the first picture; and heads fitted since the start."""
         with told():
-            controls = (self.chosen, ["grad-cam"], "evidence", True, 0.2, 0.0)
+            controls = (self.chosen, ["grad-cam"], "evidence", True, THRESHOLD, 0.0)
             shown = self._look(request, *self.shelf.open(0), controls)
             return [*shown, gr.update(choices=list(self.sources), value=self.chosen)]
 
-    def upload(self, path: str | None, *controls: Any, request: gr.Request) -> list[Any]:
+    def upload(
+        self,
+        path: str | None,
+        heads: Any,
+        methods: Any,
+        kind: Any,
+        shared: Any,
+        threshold: Any,
+        delta: Any,
+        request: gr.Request,
+    ) -> list[Any]:
         """A picture that somebody sent: looked at, then removed from the disk."""
         with told():
             if not path:
@@ -130,11 +143,24 @@ class Page:
                 picture = admitted(file, file.name)
             finally:
                 file.unlink(missing_ok=True)
+            controls = (heads, methods, kind, shared, threshold, delta)
             return [*self._look(request, file.name, picture, controls), None]
 
-    def pick(self, at: Any, *controls: Any, request: gr.Request, event: gr.SelectData) -> list[Any]:
+    def pick(
+        self,
+        at: Any,
+        heads: Any,
+        methods: Any,
+        kind: Any,
+        shared: Any,
+        threshold: Any,
+        delta: Any,
+        request: gr.Request,
+        event: gr.SelectData,
+    ) -> list[Any]:
         """The thumbnail that was clicked, by its number on this page of the shelf."""
         with told():
+            controls = (heads, methods, kind, shared, threshold, delta)
             return self._look(request, *self.shelf.open(self._number(at, event)), controls)
 
     def _number(self, at: Any, event: gr.SelectData) -> int:
@@ -226,9 +252,20 @@ class Page:
         with told():
             self.stops.get(self.key(request)).set()
 
-    def pick_ranked(self, *controls: Any, request: gr.Request, event: gr.SelectData) -> list[Any]:
+    def pick_ranked(
+        self,
+        heads: Any,
+        methods: Any,
+        kind: Any,
+        shared: Any,
+        threshold: Any,
+        delta: Any,
+        request: gr.Request,
+        event: gr.SelectData,
+    ) -> list[Any]:
         """A picture of the sorted view, opened beside its controls."""
         with told():
+            controls = (heads, methods, kind, shared, threshold, delta)
             order, index = self.orders.get(self.key(request)), event.index
             if not isinstance(index, int) or not 0 <= index < len(order):
                 raise DataError("there is no such picture: choose one of those shown.")
@@ -247,7 +284,11 @@ class Page:
                 self.job = job = FitJob.beside(self.net, samples)
                 job.start()
             while job.running:
-                yield [progress_html(f"{job.stage}: {job.done} of {job.total}", job.done, job.total), "", gr.skip()]
+                yield [
+                    progress_html(f"{job.stage}: {job.done} of {job.total}", job.done, job.total),
+                    "",
+                    gr.skip(),
+                ]
                 job.wait(0.25)
             if isinstance(job.error, Stopped):
                 yield [progress_html("stopped; nothing has changed"), "", gr.skip()]
@@ -272,7 +313,9 @@ class Page:
 
         size = sum(t.numel() * t.element_size() for t in net.state_dict().values())
         if size > LARGEST_BRANCH:
-            return progress_html("The branch is too large to hand over here: make the file with `sigcam fit`.")
+            return progress_html(
+                "The branch is too large to hand over here: make the file with `sigcam fit`."
+            )
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "branch.safetensors"
             net.save(path)
@@ -306,7 +349,9 @@ def build(page: Page) -> gr.Blocks:
             if page.training is not None:
                 with gr.Tab("Fit a branch", id="fit"):
                     _fit_tab(page, view)
-        blocks.load(page.start, None, [*view["drawn"], view["classes"], view["sources"]], show_progress="hidden")
+        blocks.load(
+            page.start, None, [*view["drawn"], view["classes"], view["sources"]], show_progress="hidden"
+        )
         blocks.unload(page.leave)
     blocks.queue(default_concurrency_limit=4, max_size=64)
     return blocks
@@ -315,27 +360,45 @@ def build(page: Page) -> gr.Blocks:
 def _look_tab(page: Page, blocks: gr.Blocks) -> dict[str, Any]:
     net, pages = page.net, -(-len(page.shelf) // ON_A_SHELF)
     with gr.Row():
-        with gr.Column(scale=1, min_width=280):
+        with gr.Column(scale=1, min_width=280, elem_classes="sc-left"):
             kinds = [".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"]
-            file = gr.File(label="Drop a picture here", file_types=kinds, type="filepath", height=110, elem_id="drop")
+            file = gr.File(
+                label="Drop a picture here", file_types=kinds, type="filepath", height=150, elem_id="drop"
+            )
             label = "Or choose one of the folder" if page.shelf.root else "Or choose an example"
             thumbs = gr.Gallery(
                 page.thumbs(), label=label, columns=4, height=260, allow_preview=False, interactive=False,
                 object_fit="cover", buttons=[], elem_id="shelf",
             )  # fmt: skip
-            at = gr.Slider(1, max(pages, 2), 1, step=1, label="Page of the folder", visible=pages > 1)
-            classes = gr.Dropdown(class_choices(net), multiselect=True, label="Classes", max_choices=6, elem_id="classes")
-            sources = gr.CheckboxGroup(list(page.sources), value=page.chosen, label="Maps from", elem_id="sources")
+            at = gr.Slider(
+                1,
+                max(pages, 2),
+                1,
+                step=1,
+                label="Page of the folder",
+                visible=pages > 1,
+                elem_id="shelf-page",
+            )
+            classes = gr.Dropdown(
+                class_choices(net), multiselect=True, label="Classes", max_choices=6, elem_id="classes"
+            )
+            sources = gr.CheckboxGroup(
+                list(page.sources), value=page.chosen, label="Maps from", elem_id="sources"
+            )
             methods = gr.Dropdown(
-                methods_of(list(page.nets.values())), value=["grad-cam"], multiselect=True, label="Methods", elem_id="methods"
+                methods_of(list(page.nets.values())),
+                value=["grad-cam"],
+                multiselect=True,
+                label="Methods",
+                elem_id="methods",
             )
             kind = gr.Radio(VIEWS, value="evidence", label="Colours", elem_id="kind")
             shared = gr.Radio(SCALES, value=True, label="Scale", elem_id="scale")
-        with gr.Column(scale=3, min_width=300):
+        with gr.Column(scale=3, min_width=300, elem_classes="sc-right"):
             panels = gr.HTML(elem_id="panels", label="Maps")
-            boxes = gr.HTML(elem_id="boxes", label="Boxes")
+            boxes = gr.HTML(elem_id="boxes", label="Boxes", padding=False)
             threshold = gr.Slider(
-                0, 1, 0.2, step=0.01, label="Threshold of the box", elem_id="threshold",
+                0, 1, THRESHOLD, step=0.01, label="Threshold of the box", elem_id="threshold",
                 info="The box holds what is above this share of the map's own peak.",
             )  # fmt: skip
             unit = spread(net)
@@ -346,7 +409,14 @@ def _look_tab(page: Page, blocks: gr.Blocks) -> dict[str, Any]:
                 else "This head is not global average + linear with several classes, so it is not shifted here."
             )
             delta = gr.Slider(
-                -5, 5, 0, step=0.1, label="Delta: shift of the softmax head", info=why, interactive=bool(unit), elem_id="delta"
+                -5,
+                5,
+                0,
+                step=0.1,
+                label="Delta: shift of the softmax head",
+                info=why,
+                interactive=bool(unit),
+                elem_id="delta",
             )
             tops = gr.HTML(elem_id="tops", label="Likely classes")
             make = gr.Button("Make files to download", elem_id="make", size="sm")
@@ -358,7 +428,9 @@ def _look_tab(page: Page, blocks: gr.Blocks) -> dict[str, Any]:
     thumbs.select(page.pick, [at, *controls], [*drawn, classes], **quiet)
     at.release(page.thumbs, at, thumbs, show_progress="hidden")
     for control in (classes, sources, methods, kind, shared):
-        control.input(page.redraw, [classes, sources, methods, kind, shared], drawn, trigger_mode="always_last", **quiet)
+        control.input(
+            page.redraw, [classes, sources, methods, kind, shared], drawn, trigger_mode="always_last", **quiet
+        )
     threshold.input(page.move_box, threshold, boxes, **FAST)
     delta.input(page.move_head, delta, [panels, boxes, tops], **FAST)
     make.click(page.links, None, links, show_progress="minimal")
@@ -367,13 +439,24 @@ def _look_tab(page: Page, blocks: gr.Blocks) -> dict[str, Any]:
 
 def _sort_tab(page: Page, view: dict[str, Any], tabs: gr.Tabs) -> None:
     names = list(page.sources)
-    gr.Markdown("Pictures on which two heads' Grad-CAM maps have least in common come first: 0 is equal, 1 disjoint.")
+    gr.Markdown(
+        "Pictures on which two heads' Grad-CAM maps have least in common come first: 0 is equal, 1 disjoint."
+    )
     with gr.Row():
         first = gr.Dropdown(names, value=page.chosen[0], label="One head")
         second = gr.Dropdown(names, value=page.chosen[-1], label="The other")
-        most = gr.Slider(8, max(16, min(len(page.shelf), 1000)), min(len(page.shelf), 64), step=8, label="Pictures to look at")
+        most = gr.Slider(
+            8,
+            max(16, min(len(page.shelf), 1000)),
+            min(len(page.shelf), 64),
+            step=8,
+            label="Pictures to look at",
+        )
     with gr.Row():
-        go, stop = gr.Button("Sort", variant="primary", elem_id="sort"), gr.Button("Stop", elem_id="stop-sort")
+        go, stop = (
+            gr.Button("Sort", variant="primary", elem_id="sort"),
+            gr.Button("Stop", elem_id="stop-sort"),
+        )
     status = gr.HTML(elem_id="sort-status", label="Progress")
     ranked = gr.Gallery(
         label="Least in common first", columns=6, allow_preview=False, interactive=False, object_fit="cover",
@@ -381,7 +464,9 @@ def _sort_tab(page: Page, view: dict[str, Any], tabs: gr.Tabs) -> None:
     )  # fmt: skip
     go.click(page.sort, [first, second, most], [status, ranked], show_progress="hidden", concurrency_limit=2)
     stop.click(page.stop_sort, None, None, queue=False)
-    ranked.select(page.pick_ranked, view["controls"], [*view["drawn"], view["classes"], tabs], show_progress="hidden")
+    ranked.select(
+        page.pick_ranked, view["controls"], [*view["drawn"], view["classes"], tabs], show_progress="hidden"
+    )
 
 
 def _fit_tab(page: Page, view: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ MOST_BYTES = 20 * 2**20  # of one upload
 MOST_PIXELS = 50_000_000  # of one picture, told by its header before anything is decoded
 MOST_FILES = 64  # uploads that lie on disk at a time
 MOST_SESSIONS, IDLE_SECONDS = 32, 30 * 60
-FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # others of Pillow's start programs, or are rare
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # others of Pillow's start programs, or are rare
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 HEADERS = {
     "content-security-policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "
@@ -179,7 +179,10 @@ class Sessions(Generic[T]):
     """What the latest few people look at, for as long as they do."""
 
     def __init__(
-        self, most: int = MOST_SESSIONS, idle: float = IDLE_SECONDS, clock: Callable[[], float] = time.monotonic
+        self,
+        most: int = MOST_SESSIONS,
+        idle: float = IDLE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.most, self.idle, self.clock = most, idle, clock
         self._held: OrderedDict[str, tuple[float, T]] = OrderedDict()
