@@ -2,7 +2,8 @@
 
     .venv/bin/python benchmarks/page.py --people 8 --seconds 120
 
-Each person sends a picture, then drags both sliders, changes classes and methods, makes files, and starts again.
+Each person sends a picture, then drags both sliders, changes classes and methods, makes files, and starts
+again.
 Writes benchmarks/results/page.json.
 """
 

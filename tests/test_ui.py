@@ -1,6 +1,7 @@
-"""The page without a browser: who may reach it, which files it takes, and that its arithmetic is the library's."""
+"""The page without a browser: who may reach it, which files it takes; its arithmetic is the library's."""
 
 import asyncio
+import io
 import json
 import struct
 import subprocess
@@ -44,7 +45,6 @@ from sigcam.serving import (
     Shelf,
     Stopped,
     admitted,
-    keep_latest,
     login_of,
 )
 from sigcam.trace import lock_of
@@ -106,7 +106,8 @@ def test_shifted_probabilities_are_computed_anew_and_stand_still():
 def test_boxes_of_the_page_are_those_of_explain(method: str):
     net = network()
     look = look_at(net, method, classes=(2,))
-    for panel, box in zip(look.panels, look.boxes(0.4), strict=True):
+    look.threshold = 0.4
+    for panel, box in zip(look.panels, look.boxes(), strict=True):
         ex = explain(net, [PICTURE], method, branch=panel.source.branch, classes=2)
         x0, y0, x1, y1 = ex.boxes(0.4)[0][0].tolist()
         found = None if box is None else (box[0] * 48, box[1] * 32, box[2] * 48, box[3] * 32)
@@ -134,10 +135,8 @@ def test_a_head_that_is_not_linear_is_drawn_but_not_shifted():
 
 def test_files_hold_signed_maps_overlays_and_numbers():
     look = look_at(network(), "cam", kind="signed")
-    look.boxes(0.3)
+    look.threshold = 0.3
     files = look.files()
-    import io
-
     maps = np.load(io.BytesIO(files["maps.npy"]))
     assert maps.shape == (len(look.panels), 32, 48) and maps.min() < 0
     about = json.loads(files["maps.json"])
@@ -185,8 +184,8 @@ def test_names_cannot_write_html():
     look.ask(Asked((0,), tuple(sources_of(net)), ("cam",)))
     page = panels_html(look) + tops_html([look.top(net, "<b>")], 0) + links_html({'"><script>.npy': b""})
     assert "<script" not in page and "<img src=x" not in page and "&lt;script&gt;" in page
-    assert boxes_html([None, (0, 0, 0.5, 1)]).startswith(
-        "<style>#panels .sc-p1 .sc-box{display:block;left:0.00%"
+    assert boxes_html([None, (0, 0, 0.5, 1)], 0.4).startswith(
+        "<style data-threshold=0.4>#panels .sc-p1 .sc-box{display:block;left:0.00%"
     )
 
 
@@ -218,7 +217,8 @@ def test_the_command_ends_with_two_and_a_sentence(monkeypatch, capsys):
 
 def test_a_missing_gradio_is_named_with_its_pip_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    monkeypatch.delitem(sys.modules, "sigcam.page", raising=False)
+    for room in ("sigcam.page", "sigcam.layout"):
+        monkeypatch.delitem(sys.modules, room, raising=False)
     monkeypatch.setattr(sys, "argv", ["sigcam", "ui", "--no-open"])
     with pytest.raises(SystemExit) as stop:
         main()
@@ -251,8 +251,8 @@ async def fine(scope, receive, send) -> None:
     await send({"type": "http.response.body", "body": b"fine"})
 
 
-def test_the_guard_answers_to_local_names_only_unless_there_is_a_login(tmp_path):
-    local, open_to_all = (Guard(fine, uploads=tmp_path, local=value) for value in (True, False))
+def test_the_guard_answers_to_local_names_only_unless_there_is_a_login():
+    local, open_to_all = (Guard(fine, local=value) for value in (True, False))
     for host in ("127.0.0.1:7860", "localhost", "[::1]:7860"):
         assert asked(local, host=host)[0] == 200
     for host in ("evil.example", "127.0.0.1.evil.example", ""):
@@ -260,8 +260,8 @@ def test_the_guard_answers_to_local_names_only_unless_there_is_a_login(tmp_path)
     assert asked(open_to_all, host="page.example")[0] == 200
 
 
-def test_the_guard_keeps_the_browser_here_and_uploads_small(tmp_path):
-    guard = Guard(fine, uploads=tmp_path, local=False)
+def test_the_guard_keeps_the_browser_here_and_uploads_small():
+    guard = Guard(fine, local=False)
     status, headers = asked(guard)
     assert status == 200 and headers == HEADERS
     assert "default-src 'self'" in headers["content-security-policy"]
@@ -271,15 +271,23 @@ def test_the_guard_keeps_the_browser_here_and_uploads_small(tmp_path):
     assert asked(guard, upload)[0] == 411
 
 
-def test_only_the_latest_uploads_stay_on_disk(tmp_path):
-    import os
+def test_only_the_latest_uploads_stay_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr("sigcam.serving.MOST_FILES", 2)
+    files = [tmp_path / f"{i}.png" for i in range(5)]
 
-    for i in range(6):
-        (tmp_path / str(i)).mkdir()
-        (tmp_path / str(i) / "a.png").write_bytes(b"x")
-        os.utime(tmp_path / str(i) / "a.png", (i, i))
-    keep_latest(tmp_path, 2)
-    assert sorted(p.parent.name for p in tmp_path.rglob("*.png")) == ["4", "5"]
+    async def stored(scope, receive, send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send(
+            {"type": "http.response.body", "body": json.dumps([str(files[int(scope["path"][1])])]).encode()}
+        )
+
+    guard = Guard(stored, local=False)
+    for i, file in enumerate(files):
+        file.write_bytes(b"x")
+        asked(guard, f"/{i}/upload", content_length="1")
+    (tmp_path / "thumbnail.webp").write_bytes(b"x")
+    asked(guard, "/4/upload", content_length="1")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["4.png", "thumbnail.webp"]
 
 
 # ---------------------------------------------------------------------------------------- which pictures
@@ -311,8 +319,21 @@ def png_header(width: int, height: int) -> bytes:
 def test_a_file_that_cannot_be_shown_gives_a_sentence_without_a_path(tmp_path, name, data, why):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=why) as said:
-        admitted(tmp_path / name, name)
+        admitted(tmp_path / name, tmp_path)
     assert str(tmp_path) not in str(said.value) and name in str(said.value)
+    assert not (tmp_path / name).exists(), "it is gone once it is read"
+
+
+def test_a_file_from_elsewhere_is_neither_opened_nor_removed(tmp_path):
+    (tmp_path / "up").mkdir()
+    PICTURE.save(tmp_path / "a.png")
+    PICTURE.save(tmp_path / "up" / "b.png")
+    (tmp_path / "up" / "link.png").symlink_to(tmp_path / "a.png")
+    for path in (tmp_path / "a.png", tmp_path / "up" / ".." / "a.png", tmp_path / "up" / "link.png"):
+        with pytest.raises(DataError, match="was not sent to this page"):
+            admitted(path, tmp_path / "up")
+    assert (tmp_path / "a.png").is_file()
+    assert admitted(tmp_path / "up" / "b.png", tmp_path / "up").size == PICTURE.size
 
 
 def test_the_shelf_opens_what_is_on_it_and_nothing_else(tmp_path):

@@ -1,4 +1,4 @@
-"""Pieces of the page as HTML: panels, boxes, legend, table of classes, progress, links to files. All text is escaped."""
+"""Pieces of the page as HTML: panels, boxes, legend, classes, progress, links to files; text is escaped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def panels_html(look: Look) -> str:
     cells = [
         f'<figure class="sc-panel"><div class="sc-frame" style="aspect-ratio:{ratio}">'
         f'<img src="{look.base_uri}" decoding="sync" alt="the picture"></div>'
-        f"<figcaption><b>{escape(look.name)}</b><br>{look.size[0]} x {look.size[1]} pixels</figcaption></figure>"
+        f"<figcaption><b>{escape(look.name)}</b><br>{look.size[0]} x {look.size[1]} pixels</figcaption>"
+        "</figure>"
     ]
     peaks = {panel.peak for panel in look.panels if panel.in_logits}
     for number, panel in enumerate(look.panels):
@@ -47,12 +48,13 @@ def legend_html(kind: str, peak: float) -> str:
     said = "against the class, for it" if signed else "evidence for the class"
     marks = "".join(f"<span>{end}</span>" for end in ends)
     return (
-        f'<div class="sc-legend"><div class="sc-bar" style="background:linear-gradient(to right, {stops})"></div>'
+        '<div class="sc-legend">'
+        f'<div class="sc-bar" style="background:linear-gradient(to right, {stops})"></div>'
         f'<div class="sc-ends">{marks}</div><div>logits per cell, {said}; one scale for all maps</div></div>'
     )
 
 
-def boxes_html(boxes: Boxes) -> str:
+def boxes_html(boxes: Boxes, threshold: float) -> str:
     """Where the panels' boxes are: a style sheet, so that a moving box needs no picture sent again."""
     rules = []
     for number, box in enumerate(boxes):
@@ -60,7 +62,7 @@ def boxes_html(boxes: Boxes) -> str:
             left, top, right, bottom = (100 * share for share in box)
             place = f"left:{left:.2f}%;top:{top:.2f}%;width:{right - left:.2f}%;height:{bottom - top:.2f}%"
             rules.append(f"#panels .sc-p{number} .sc-box{{display:block;{place}}}")
-    return f"<style>{''.join(rules)}</style>"
+    return f"<style data-threshold={threshold:g}>{''.join(rules)}</style>"
 
 
 def tops_html(tops: Sequence[Top], delta: float) -> str:
@@ -73,7 +75,8 @@ def tops_html(tops: Sequence[Top], delta: float) -> str:
             for name, probability, evidence in top.rows
         )
         parts.append(
-            f'<table class="sc-top"><caption>{escape(top.title)}</caption><thead><tr><th scope=col>likely class</th>'
+            f'<table class="sc-top"><caption>{escape(top.title)}</caption>'
+            "<thead><tr><th scope=col>likely class</th>"
             f"<th scope=col>softmax probability</th><th scope=col>sigmoid evidence</th></tr></thead>"
             f"<tbody>{rows}</tbody></table>"
         )
@@ -86,7 +89,8 @@ def tops_html(tops: Sequence[Top], delta: float) -> str:
 
 
 def _bar(share: float, digits: int) -> str:
-    return f'<span class="sc-number">{share:.{digits}f}</span><span class="sc-meter" style="--share:{share:.4f}"></span>'
+    number = f'<span class="sc-number">{share:.{digits}f}</span>'
+    return f'{number}<span class="sc-meter" style="--share:{share:.4f}"></span>'
 
 
 def progress_html(said: str, done: int = 0, total: int = 0) -> str:

@@ -1,4 +1,4 @@
-"""What the page knows of one picture: a pass of each network, kept, and maps, shifts and boxes made from it."""
+"""What the page knows of one picture: a pass of each network, and maps, shifts and boxes made from it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Asked:
 
 @dataclass
 class Panel:
-    """One map: where it is from, what it is of, and the P x Q numbers that all drawings of it are made from."""
+    """One map: where it is from, what it is of, and the P x Q numbers that every drawing is made from."""
 
     source: Source
     method: str
@@ -260,19 +260,18 @@ class Look:
                     panel.low, panel.logit, panel.share, panel.note = new.low, new.logit, new.share, new.note
         self._draw([p for p in self.panels if p.shifts or not p.uri])
 
-    def boxes(self, threshold: float) -> list[tuple[float, float, float, float] | None]:
-        """For each panel the box at that share of its peak, as shares of width and height; None if there is
+    def boxes(self) -> list[tuple[float, float, float, float] | None]:
+        """For each panel the box at `threshold` of its peak, as shares of width and height; None if there is
         none."""
-        self.threshold = threshold
         found: list[tuple[float, float, float, float] | None] = []
         for panel in self.panels:
             height, width = panel.unit.shape[1:]
-            x0, y0, x1, y1 = boxes_at(panel.unit, threshold)[0][0].tolist()
+            x0, y0, x1, y1 = boxes_at(panel.unit, self.threshold)[0][0].tolist()
             found.append((x0 / width, y0 / height, x1 / width, y1 / height) if x1 > x0 and y1 > y0 else None)
         return found
 
     def files(self) -> dict[str, bytes]:
-        """Maps (.npy: panels x height x width), one overlay per panel side by side (.png), and all numbers."""
+        """Maps (.npy: panels x height x width), overlays side by side (.png), and all numbers (.json)."""
         import json
 
         if not self.panels:
@@ -285,7 +284,7 @@ class Look:
             for p, m in zip(self.panels, maps, strict=True)
         ]
         np.save(held, torch.stack(maps).float().cpu().numpy())
-        boxes = self.boxes(self.threshold)
+        boxes = self.boxes()
         wide, high = self.base.size
         sheet = Image.new("RGB", (wide * len(self.panels), high), "white")
         for i, (panel, box) in enumerate(zip(self.panels, boxes, strict=True)):

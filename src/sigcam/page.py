@@ -1,4 +1,4 @@
-"""The page's controls and what each does, in gradio; all numbers and pictures come from `looking`."""
+"""What the page answers to each of its controls; all numbers and pictures come from `looking`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,8 @@ from sigcam.looking import (
     Asked,
     Look,
     Source,
-    class_choices,
     disagreement,
-    methods_of,
     sources_of,
-    spread,
 )
 from sigcam.serving import FitJob, Sessions, Shelf, Stopped, admitted
 
@@ -35,9 +32,6 @@ THRESHOLD = 0.4  # at first: unit maps of the clamped branch seldom reach zero
 ON_A_SHELF = 24  # thumbnails at a time
 LARGEST_BRANCH = 20 * 2**20  # that is handed over as a link
 AT_ONCE = 8  # pictures in a batch of the data-set view
-VIEWS = [("evidence for the class", "evidence"), ("signed: for and against, in logits", "signed")]
-SCALES = [("one for all maps", True), ("each map its own", False)]
-FAST: Any = {"queue": False, "trigger_mode": "always_last", "show_progress": "hidden"}  # sliders
 
 
 @contextmanager
@@ -62,12 +56,19 @@ class Page:
         self,
         nets: dict[str, DualBranch],
         shelf: Shelf,
+        uploads: Path,
         *,
         notice: str = "",
         first: str | None = None,
         training: Callable[[], Samples] | None = None,
     ) -> None:
-        self.nets, self.shelf, self.notice, self.training = nets, shelf, notice, training
+        self.nets, self.shelf, self.uploads, self.notice, self.training = (
+            nets,
+            shelf,
+            uploads,
+            notice,
+            training,
+        )
         self.net = next(iter(nets.values()))
         several = len(nets) > 1
         found = [s for name, net in nets.items() for s in sources_of(net, f"{name}: " if several else "")]
@@ -108,7 +109,10 @@ class Page:
 
     def _shown(self, look: Look) -> list[Any]:
         """Panels, boxes, table, and no links."""
-        return [panels_html(look), boxes_html(look.boxes(look.threshold)), self._tops(look), ""]
+        return [panels_html(look), self._boxes(look), self._tops(look), ""]
+
+    def _boxes(self, look: Look) -> str:
+        return boxes_html(look.boxes(), look.threshold)
 
     def _tops(self, look: Look) -> str:
         fitted = {s.net: s.name.partition(":")[0] for s in self.sources.values()}
@@ -139,10 +143,7 @@ class Page:
             if not path:
                 raise DataError("no picture arrived: try again.")
             file = Path(path)
-            try:
-                picture = admitted(file, file.name)
-            finally:
-                file.unlink(missing_ok=True)
+            picture = admitted(file, self.uploads)
             controls = (heads, methods, kind, shared, threshold, delta)
             return [*self._look(request, file.name, picture, controls), None]
 
@@ -200,14 +201,16 @@ class Page:
     def move_box(self, threshold: float, request: gr.Request) -> str:
         """The boxes at another threshold."""
         with told():
-            return boxes_html(self.looks.get(self.key(request)).boxes(min(max(float(threshold), 0.0), 1.0)))
+            look = self.looks.get(self.key(request))
+            look.threshold = min(max(float(threshold), 0.0), 1.0)
+            return self._boxes(look)
 
     def move_head(self, delta: float, request: gr.Request) -> list[str]:
         """The maps of a softmax head that is shifted."""
         with told():
             look = self.looks.get(self.key(request))
             look.shift(min(max(float(delta), -5.0), 5.0))
-            return [panels_html(look), boxes_html(look.boxes(look.threshold)), self._tops(look)]
+            return [panels_html(look), self._boxes(look), self._tops(look)]
 
     def links(self, request: gr.Request) -> str:
         """What is shown, as files."""
@@ -330,152 +333,3 @@ class Page:
         """The tab was closed: nothing of it is kept."""
         for held in (self.looks, self.orders, self.stops):
             held.drop(self.key(request))
-
-
-# --------------------------------------------------------------------------------------------- the layout
-
-
-def build(page: Page) -> gr.Blocks:
-    """The page."""
-    with gr.Blocks(title="sigcam", analytics_enabled=False, delete_cache=(3600, 7200)) as blocks:
-        said = f"<p class='sc-notice'>{escape(page.notice)}</p>" if page.notice else ""
-        gr.HTML(f"<h1>sigcam</h1><p>{escape(' and '.join(page.nets))}: which evidence is where?</p>{said}")
-        with gr.Tabs(selected="look") as tabs:
-            with gr.Tab("Look at a picture", id="look"):
-                view = _look_tab(page, blocks)
-            if page.training is not None or page.shelf.root is not None:
-                with gr.Tab("Sort the folder", id="sort"):
-                    _sort_tab(page, view, tabs)
-            if page.training is not None:
-                with gr.Tab("Fit a branch", id="fit"):
-                    _fit_tab(page, view)
-        blocks.load(
-            page.start, None, [*view["drawn"], view["classes"], view["sources"]], show_progress="hidden"
-        )
-        blocks.unload(page.leave)
-    blocks.queue(default_concurrency_limit=4, max_size=64)
-    return blocks
-
-
-def _look_tab(page: Page, blocks: gr.Blocks) -> dict[str, Any]:
-    net, pages = page.net, -(-len(page.shelf) // ON_A_SHELF)
-    with gr.Row():
-        with gr.Column(scale=1, min_width=280, elem_classes="sc-left"):
-            kinds = [".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"]
-            file = gr.File(
-                label="Drop a picture here", file_types=kinds, type="filepath", height=150, elem_id="drop"
-            )
-            label = "Or choose one of the folder" if page.shelf.root else "Or choose an example"
-            thumbs = gr.Gallery(
-                page.thumbs(), label=label, columns=4, height=260, allow_preview=False, interactive=False,
-                object_fit="cover", buttons=[], elem_id="shelf",
-            )  # fmt: skip
-            at = gr.Slider(
-                1,
-                max(pages, 2),
-                1,
-                step=1,
-                label="Page of the folder",
-                visible=pages > 1,
-                elem_id="shelf-page",
-            )
-            classes = gr.Dropdown(
-                class_choices(net), multiselect=True, label="Classes", max_choices=6, elem_id="classes"
-            )
-            sources = gr.CheckboxGroup(
-                list(page.sources), value=page.chosen, label="Maps from", elem_id="sources"
-            )
-            methods = gr.Dropdown(
-                methods_of(list(page.nets.values())),
-                value=["grad-cam"],
-                multiselect=True,
-                label="Methods",
-                elem_id="methods",
-            )
-            kind = gr.Radio(VIEWS, value="evidence", label="Colours", elem_id="kind")
-            shared = gr.Radio(SCALES, value=True, label="Scale", elem_id="scale")
-        with gr.Column(scale=3, min_width=300, elem_classes="sc-right"):
-            panels = gr.HTML(elem_id="panels", label="Maps")
-            boxes = gr.HTML(elem_id="boxes", label="Boxes", padding=False)
-            threshold = gr.Slider(
-                0, 1, THRESHOLD, step=0.01, label="Threshold of the box", elem_id="threshold",
-                info="The box holds what is above this share of the map's own peak.",
-            )  # fmt: skip
-            unit = spread(net)
-            why = (
-                "Adds delta times the spread of the head's weights to every weight of every class: no probability "
-                "changes, softmax maps do, sigmoid maps do not."
-                if unit
-                else "This head is not global average + linear with several classes, so it is not shifted here."
-            )
-            delta = gr.Slider(
-                -5,
-                5,
-                0,
-                step=0.1,
-                label="Delta: shift of the softmax head",
-                info=why,
-                interactive=bool(unit),
-                elem_id="delta",
-            )
-            tops = gr.HTML(elem_id="tops", label="Likely classes")
-            make = gr.Button("Make files to download", elem_id="make", size="sm")
-            links = gr.HTML(elem_id="links", label="Files")
-    drawn = [panels, boxes, tops, links]
-    controls = [sources, methods, kind, shared, threshold, delta]
-    quiet: Any = {"show_progress": "minimal", "show_progress_on": panels, "concurrency_id": "draw"}
-    file.upload(page.upload, [file, *controls], [*drawn, classes, file], **quiet)
-    thumbs.select(page.pick, [at, *controls], [*drawn, classes], **quiet)
-    at.release(page.thumbs, at, thumbs, show_progress="hidden")
-    for control in (classes, sources, methods, kind, shared):
-        control.input(
-            page.redraw, [classes, sources, methods, kind, shared], drawn, trigger_mode="always_last", **quiet
-        )
-    threshold.input(page.move_box, threshold, boxes, **FAST)
-    delta.input(page.move_head, delta, [panels, boxes, tops], **FAST)
-    make.click(page.links, None, links, show_progress="minimal")
-    return {"drawn": drawn, "classes": classes, "sources": sources, "controls": controls}
-
-
-def _sort_tab(page: Page, view: dict[str, Any], tabs: gr.Tabs) -> None:
-    names = list(page.sources)
-    gr.Markdown(
-        "Pictures on which two heads' Grad-CAM maps have least in common come first: 0 is equal, 1 disjoint."
-    )
-    with gr.Row():
-        first = gr.Dropdown(names, value=page.chosen[0], label="One head")
-        second = gr.Dropdown(names, value=page.chosen[-1], label="The other")
-        most = gr.Slider(
-            8,
-            max(16, min(len(page.shelf), 1000)),
-            min(len(page.shelf), 64),
-            step=8,
-            label="Pictures to look at",
-        )
-    with gr.Row():
-        go, stop = (
-            gr.Button("Sort", variant="primary", elem_id="sort"),
-            gr.Button("Stop", elem_id="stop-sort"),
-        )
-    status = gr.HTML(elem_id="sort-status", label="Progress")
-    ranked = gr.Gallery(
-        label="Least in common first", columns=6, allow_preview=False, interactive=False, object_fit="cover",
-        buttons=[], elem_id="ranked",
-    )  # fmt: skip
-    go.click(page.sort, [first, second, most], [status, ranked], show_progress="hidden", concurrency_limit=2)
-    stop.click(page.stop_sort, None, None, queue=False)
-    ranked.select(
-        page.pick_ranked, view["controls"], [*view["drawn"], view["classes"], tabs], show_progress="hidden"
-    )
-
-
-def _fit_tab(page: Page, view: dict[str, Any]) -> None:
-    gr.Markdown(
-        "Fits a sigmoid branch on the folder's training images, beside the heads that are there. The model and what others "
-        "see stay as they are."
-    )
-    with gr.Row():
-        go, stop = gr.Button("Fit", variant="primary", elem_id="fit"), gr.Button("Stop", elem_id="stop-fit")
-    status, link = gr.HTML(elem_id="fit-status", label="Progress"), gr.HTML(elem_id="fit-link", label="File")
-    go.click(page.fit, None, [status, link, view["sources"]], show_progress="hidden", concurrency_limit=4)
-    stop.click(page.stop_fit, None, None, queue=False)

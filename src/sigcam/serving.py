@@ -1,11 +1,12 @@
-"""What keeps the page safe: who may reach it, which files it takes, how much it remembers; nothing of its looks."""
+"""What keeps the page safe: who may reach it, which files it takes, how much it remembers; and fits."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,11 +26,12 @@ MOST_BYTES = 20 * 2**20  # of one upload
 MOST_PIXELS = 50_000_000  # of one picture, told by its header before anything is decoded
 MOST_FILES = 64  # uploads that lie on disk at a time
 MOST_SESSIONS, IDLE_SECONDS = 32, 30 * 60
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # others of Pillow's start programs, or are rare
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # some others of Pillow's start programs
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 HEADERS = {
     "content-security-policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "
-    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
+    "connect-src 'self'; "
     "worker-src 'self' blob:; object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -60,34 +62,54 @@ def login_of(host: str, share: bool, auth: str | None) -> tuple[str, str] | None
 
 
 class Guard:
-    """An ASGI layer around the page: headers that keep the browser on this server, a limit on uploads, and for
-    a page without login an answer to local names only, so that no other site can be resolved to it."""
+    """An ASGI layer around the page: headers that keep the browser on this server, a limit on uploads, and
+    for a page without login an answer to local names only, so that no other site can be resolved to it.
 
-    def __init__(self, app: Any, *, uploads: Path, local: bool) -> None:
-        self.app, self.uploads, self.local = app, uploads, local
+    Args:
+        local: there is no login.
+    """
+
+    def __init__(self, app: Any, *, local: bool) -> None:
+        self.app, self.local = app, local
+        self._uploads = deque[Path]()  # on disk, the oldest first
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
-            return await self.app(scope, receive, send)
+            await self.app(scope, receive, send)
+            return
         given = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         upload = scope["type"] == "http" and scope["path"].rstrip("/").endswith("/upload")
         if self.local and _host(given.get("host", "")) not in LOOPBACK:
-            return await _refuse(send, 400, "this page answers on this machine only: start it with --auth.")
+            await _refuse(send, 400, "this page answers on this machine only: start it with --auth.")
+            return
         if upload and not given.get("content-length", "").isdecimal():
-            return await _refuse(send, 411, "an upload must say how large it is.")
+            await _refuse(send, 411, "an upload must say how large it is.")
+            return
         if upload and int(given["content-length"]) > MOST_BYTES + 2**16:  # what wraps the file
-            return await _refuse(send, 413, f"a picture may have at most {MOST_BYTES >> 20} MB.")
+            await _refuse(send, 413, f"a picture may have at most {MOST_BYTES >> 20} MB.")
+            return
+
+        said = bytearray()
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
                 message = {**message, "headers": [*message.get("headers", ()), *extra]}
+            elif upload:
+                said.extend(message.get("body", b""))
             await send(message)
 
         await self.app(scope, receive, answer)
         if upload:
-            keep_latest(self.uploads)
-        return None
+            self._keep_few(bytes(said))
+
+    def _keep_few(self, answer: bytes) -> None:
+        """Removes the oldest uploads; the answer to one is the list of its files."""
+        with suppress(ValueError):
+            listed = json.loads(answer)
+            self._uploads.extend(Path(path) for path in listed if isinstance(path, str))
+        while len(self._uploads) > MOST_FILES:
+            self._uploads.popleft().unlink(missing_ok=True)
 
 
 def _host(header: str) -> str:
@@ -101,19 +123,15 @@ async def _refuse(send: Send, status: int, why: str) -> None:
     await send({"type": "http.response.body", "body": why.encode()})
 
 
-def keep_latest(folder: Path, most: int = MOST_FILES) -> None:
-    """Removes all but the latest files below the folder."""
-    with suppress(OSError):  # others may be removing, too
-        files = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_mtime)
-        for path in files[: max(0, len(files) - most)]:
-            path.unlink(missing_ok=True)
-
-
 # ------------------------------------------------------------------------------------------ which pictures
 
 
-def admitted(path: Path, name: str) -> Image.Image:
-    """The picture in a file that somebody sent, if it is small enough and of a usual kind."""
+def admitted(path: Path, uploads: Path) -> Image.Image:
+    """The picture in a file that somebody sent, if it is small enough and of a usual kind; the file is gone
+    then, unless it lies outside `uploads`: such a one is neither opened nor removed."""
+    name = path.name
+    if not path.resolve().is_relative_to(uploads.resolve()):
+        raise DataError(f"{name} was not sent to this page, so it is not opened.")
     try:
         if path.stat().st_size > MOST_BYTES:
             raise DataError(f"{name} has more than {MOST_BYTES >> 20} MB: make it smaller first.")
@@ -123,6 +141,8 @@ def admitted(path: Path, name: str) -> Image.Image:
         raise DataError(f"cannot read {name}: {error.strerror or 'it is not a picture'}.") from error
     except DataError as error:
         raise DataError(str(error).replace(str(path), name)) from error
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def check_header(path: Path, name: str) -> None:

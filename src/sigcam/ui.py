@@ -1,4 +1,4 @@
-"""What `sigcam ui` does: open networks and pictures, then serve the page, to this machine alone unless told."""
+"""What `sigcam ui` does: open networks and pictures, then serve the page, to this machine unless told."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def serve(options: Options) -> None:
     login = login_of(o.host, o.share, o.auth)
     os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_RUN_HISTORY": "False"}  # before its import
     try:
-        from sigcam.page import Page, build
+        from sigcam.layout import build
+        from sigcam.page import Page
     except ImportError as error:
         if not (error.name or "").startswith("gradio"):
             raise
@@ -66,12 +67,12 @@ def serve(options: Options) -> None:
     first = o.branch if o.branch in HEADS else None
     with tempfile.TemporaryDirectory(prefix="sigcam-page-", ignore_cleanup_errors=True) as folder:
         os.environ["GRADIO_TEMP_DIR"] = folder
-        blocks = build(Page(nets, shelf, notice=notice, first=first, training=training))
-        launch(blocks, options, login, Path(folder))
+        blocks = build(Page(nets, shelf, Path(folder), notice=notice, first=first, training=training))
+        launch(blocks, options, login)
 
 
-def launch(blocks: Any, options: Options, login: tuple[str, str] | None, folder: Path) -> None:
-    """Starts the server and waits; nothing is served from disk but gradio's own files and `folder`."""
+def launch(blocks: Any, options: Options, login: tuple[str, str] | None) -> None:
+    """Starts the server and waits; of the disk, it serves gradio's own files and thumbnails alone."""
     import gradio as gr
     from starlette.middleware import Middleware
 
@@ -91,11 +92,12 @@ def launch(blocks: Any, options: Options, login: tuple[str, str] | None, folder:
             footer_links=[],
             quiet=True,
             prevent_thread_lock=True,
-            app_kwargs={"middleware": [Middleware(Guard, uploads=folder, local=login is None)]},
+            app_kwargs={"middleware": [Middleware(Guard, local=login is None)]},
         )
     except OSError as error:
         raise DataError(
-            f"cannot serve on {options.host}:{options.port} ({error}): choose another --port, or stop what uses it."
+            f"cannot serve on {options.host}:{options.port} ({error}): choose another --port, or stop what "
+            "uses it."
         ) from error
     typer.echo(f"the page is at {shared or url} (Ctrl-C ends it)")
     try:
@@ -155,7 +157,8 @@ def _opened(model: str, weights: Path | None, branch: str, device: str) -> tuple
             raise
         net = attach_to(open_classifier(model, weights, False, device), None, None)
         return net, (
-            f"{model} has no fitted branch here, so its maps come from the centred softmax head and there is no evidence "
-            "score. Fit one (with --data, on this page; or with `sigcam fit`) and give it as --branch."
+            f"{model} has no fitted branch here, so its maps come from the centred softmax head and there is "
+            "no evidence score. Fit one (with --data, on this page; or with `sigcam fit`), and give it as "
+            "--branch."
         )
     return open_branch(branch, open_classifier(model, weights, False, device)), ""
