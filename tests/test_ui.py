@@ -438,7 +438,8 @@ def test_an_unfitted_model_falls_back_to_the_centred_head_and_says_so(tmp_path):
         spec, None, "sigmoid", "", None, None, None, None, "127.0.0.1", 7860, False, None, "cpu", False
     )
     nets, notice = open_nets(options)
-    assert "centred" in notice and sources_of(nets[spec])[0].branch == "centred"
+    assert "centred" in notice and str(tmp_path) not in notice
+    assert sources_of(nets["net.py:tiny"])[0].branch == "centred"
     assert len(open_shelf("", None)[0]) >= 6
     with pytest.raises(DataError, match="does not exist"):
         open_shelf(str(Path(tmp_path) / "nowhere"), None)

@@ -27,7 +27,7 @@ def build(page: Page) -> gr.Blocks:
         gr.HTML(f"<h1>sigcam</h1><p>{escape(' and '.join(page.nets))}: which evidence is where?</p>{said}")
         with gr.Tabs(selected="look") as tabs:
             with gr.Tab("Look at a picture", id="look"):
-                view = _look_tab(page, blocks)
+                view = _look_tab(page)
             if page.training is not None or page.shelf.root is not None:
                 with gr.Tab("Sort the folder", id="sort"):
                     _sort_tab(page, view, tabs)
@@ -42,7 +42,7 @@ def build(page: Page) -> gr.Blocks:
     return blocks
 
 
-def _look_tab(page: Page, blocks: gr.Blocks) -> dict[str, Any]:
+def _look_tab(page: Page) -> dict[str, Any]:
     net, pages = page.net, -(-len(page.shelf) // ON_A_SHELF)
     with gr.Row():
         with gr.Column(scale=1, min_width=280, elem_classes="sc-left"):
@@ -52,7 +52,7 @@ def _look_tab(page: Page, blocks: gr.Blocks) -> dict[str, Any]:
             )
             label = "Or choose one of the folder" if page.shelf.root else "Or choose an example"
             thumbs = gr.Gallery(
-                page.thumbs(), label=label, columns=4, height=260, allow_preview=False, interactive=False,
+                page.thumbs(), label=label, columns=4, allow_preview=False, interactive=False,
                 object_fit="cover", buttons=[], elem_id="shelf",
             )  # fmt: skip
             at = gr.Slider(
@@ -105,7 +105,7 @@ def _look_tab(page: Page, blocks: gr.Blocks) -> dict[str, Any]:
     quiet: Any = {"show_progress": "minimal", "show_progress_on": panels, "concurrency_id": "draw"}
     file.upload(page.upload, [file, *controls], [*drawn, classes, file], **quiet)
     thumbs.select(page.pick, [at, *controls], [*drawn, classes], **quiet)
-    at.release(page.thumbs, at, thumbs, show_progress="hidden")
+    at.input(page.thumbs, at, thumbs, trigger_mode="always_last", show_progress="hidden")
     for control in (classes, sources, methods, kind, shared):
         control.input(
             page.redraw, [classes, sources, methods, kind, shared], drawn, trigger_mode="always_last", **quiet
@@ -125,10 +125,10 @@ def _sort_tab(page: Page, view: dict[str, Any], tabs: gr.Tabs) -> None:
         first = gr.Dropdown(names, value=page.chosen[0], label="One head")
         second = gr.Dropdown(names, value=page.chosen[-1], label="The other")
         most = gr.Slider(
-            8,
-            max(16, min(len(page.shelf), 1000)),
+            1,
+            max(2, min(len(page.shelf), 1000)),
             min(len(page.shelf), 64),
-            step=8,
+            step=1,
             label="Pictures to look at",
         )
     with gr.Row():

@@ -143,7 +143,11 @@ class Page:
             if not path:
                 raise DataError("no picture arrived: try again.")
             file = Path(path)
-            picture = admitted(file, self.uploads)
+            try:
+                picture = admitted(file, self.uploads)
+            except DataError as error:  # a warning, since after an error the bad file would stay in its place
+                gr.Warning(escape(str(error)), title="That file cannot be shown")
+                return [gr.skip()] * 5 + [None]
             controls = (heads, methods, kind, shared, threshold, delta)
             return [*self._look(request, file.name, picture, controls), None]
 

@@ -133,16 +133,22 @@ def open_nets(options: Options) -> tuple[dict[str, DualBranch], str]:
     o = options
     first, notice = _opened(o.model, o.weights, o.branch, o.device)
     if o.compare_model is None and o.compare_branch is None and o.compare_weights is None:
-        return {o.model: first}, notice
+        return {_name(o.model): first}, notice
     model = o.compare_model or o.model
     weights = o.compare_weights or (o.weights if o.compare_model is None else None)
     second, more = _opened(model, weights, o.compare_branch or "sigmoid", o.device)
-    names = [o.model, model]
-    if o.compare_model is None or names[0] == names[1]:
-        names = [f"{o.model} A", f"{model} B"]
+    names = [_name(o.model), _name(model)]
+    if names[0] == names[1]:
+        names = [f"{names[0]} A", f"{names[1]} B"]
     return dict(zip(names, (first, second), strict=True)), " ".join(
         dict.fromkeys(filter(None, (notice, more)))
     )
+
+
+def _name(model: str) -> str:
+    """The model's name without the folder that its file is in, which is nobody's business."""
+    kind, _, path = model.partition(":")
+    return Path(path).name if kind == "file" else model
 
 
 def _opened(model: str, weights: Path | None, branch: str, device: str) -> tuple[DualBranch, str]:
@@ -157,8 +163,8 @@ def _opened(model: str, weights: Path | None, branch: str, device: str) -> tuple
             raise
         net = attach_to(open_classifier(model, weights, False, device), None, None)
         return net, (
-            f"{model} has no fitted branch here, so its maps come from the centred softmax head and there is "
-            "no evidence score. Fit one (with --data, on this page; or with `sigcam fit`), and give it as "
-            "--branch."
+            f"{_name(model)} has no fitted branch here, so its maps come from the centred softmax head and "
+            "there is no evidence score. Fit one (with --data on this page, or with `sigcam fit`) and "
+            "give it as --branch."
         )
     return open_branch(branch, open_classifier(model, weights, False, device)), ""
