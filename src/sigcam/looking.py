@@ -197,6 +197,7 @@ class Look:
         self.base = seen.convert("RGB").resize(shape, Image.Resampling.BILINEAR, reducing_gap=3)
         self.base_uri = as_uri(self.base)
         self._passages: dict[DualBranch, Passage] = {}
+        self._spreads: dict[DualBranch, float] = {}
         self.panels: list[Panel] = []
         self.kind: Kind = "evidence"
         self.threshold, self.delta = 0.2, 0.0
@@ -329,7 +330,9 @@ class Look:
         }
 
     def _delta(self, net: DualBranch) -> float:
-        return self.delta * (spread(net) or 0.0)
+        if self.delta and net not in self._spreads:
+            self._spreads[net] = spread(net) or 0.0
+        return self.delta * self._spreads[net] if self.delta else 0.0
 
     def _panels(self, source: Source, method: str, asked: Asked, delta: float) -> list[Panel]:
         """The panels of one source and method, one per class that its network knows."""
