@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -24,7 +26,7 @@ from sigcam.models import Preprocess
 from sigcam.probe import Branch, branch_logits, full
 
 Kind = Literal["evidence", "signed"]
-SIDE = 352  # pixels of a drawn picture's longer side
+SIDE = 288  # pixels of a drawn picture's longer side
 MOST_PANELS = 12
 CHANNELS = 64  # that Score-CAM tries here
 IN_LOGITS = frozenset(
@@ -78,6 +80,11 @@ class Panel:
     def in_logits(self) -> bool:
         """Whether its numbers are logits."""
         return self.method in IN_LOGITS
+
+    @property
+    def measure(self) -> str:
+        """What its numbers are in: maps alike in this have one scale."""
+        return "logits" if self.in_logits else self.method
 
     @property
     def shifts(self) -> bool:
@@ -238,10 +245,9 @@ class Look:
         panels = [p for s in asked.sources for m in asked.methods for p in self._panels(s, m, asked, 0.0)]
         sizes = [float(p.low.abs().max() if asked.kind == "signed" else p.low.max()) for p in panels]
         for panel, size in zip(panels, sizes, strict=True):
-            alike = [s for p, s in zip(panels, sizes, strict=True) if p.in_logits == panel.in_logits]
-            other = [s for p, s in zip(panels, sizes, strict=True) if p.method == panel.method]
-            panel.peak = max((alike if panel.in_logits else other) if asked.shared else [size]) or 1.0
-            panel.peak = panel.peak if panel.peak > 0 else 1.0  # nothing is positive: all blank
+            alike = [s for p, s in zip(panels, sizes, strict=True) if p.measure == panel.measure]
+            peak = max(alike) if asked.shared else size
+            panel.peak = peak if 0 < peak < math.inf else 1.0  # nothing is positive: all blank
         self.asked, self.panels, self.kind = asked, panels, asked.kind
         if self.delta:
             self.shift(self.delta)
@@ -273,8 +279,6 @@ class Look:
 
     def files(self) -> dict[str, bytes]:
         """Maps (.npy: panels x height x width), overlays side by side (.png), and all numbers (.json)."""
-        import json
-
         if not self.panels:
             raise DataError("there is no map yet: choose a picture first.")
         held, overlays = io.BytesIO(), io.BytesIO()
@@ -372,9 +376,8 @@ class Look:
             panel.unit = finish(panel.low, panel.method, (int(size[0]), int(size[1])), "unit")[0]
 
     def _overlay(self, panel: Panel) -> Image.Image:
-        values = (
-            finish(panel.low, panel.method, (self.base.height, self.base.width), "raw")[0, 0] / panel.peak
-        )
+        size = (self.base.height, self.base.width)
+        values = (finish(panel.low, panel.method, size, "raw")[0, 0] / panel.peak).nan_to_num(0.0)
         if self.kind == "signed":
             return overlay(self.base, values.clamp(-1, 1), signed=True, peak=1.0)
         return overlay(self.base, values.clamp(0, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -62,13 +62,8 @@ class Page:
         first: str | None = None,
         training: Callable[[], Samples] | None = None,
     ) -> None:
-        self.nets, self.shelf, self.uploads, self.notice, self.training = (
-            nets,
-            shelf,
-            uploads,
-            notice,
-            training,
-        )
+        self.nets, self.shelf, self.uploads = nets, shelf, uploads
+        self.notice, self.training = notice, training
         self.net = next(iter(nets.values()))
         several = len(nets) > 1
         found = [s for name, net in nets.items() for s in sources_of(net, f"{name}: " if several else "")]
@@ -124,8 +119,15 @@ class Page:
         """What is there before anybody has clicked: the first picture; and heads fitted since the start."""
         with told():
             controls = (self.chosen, ["grad-cam"], "evidence", True, THRESHOLD, 0.0)
-            shown = self._look(request, *self.shelf.open(0), controls)
+            shown = self._look(request, *self._first_picture(), controls)
             return [*shown, gr.update(choices=list(self.sources), value=self.chosen)]
+
+    def _first_picture(self) -> tuple[str, Image.Image]:
+        """The first picture that can be read."""
+        for index in range(len(self.shelf) - 1):
+            with suppress(DataError):
+                return self.shelf.open(index)
+        return self.shelf.open(len(self.shelf) - 1)
 
     def upload(
         self,
