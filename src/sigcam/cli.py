@@ -303,6 +303,40 @@ def bench(
     run_bench(target, plan, threads)
 
 
+@app.command()
+def ui(
+    model: Model = "embedded",
+    weights: Weights = None,
+    branch: Annotated[
+        str, typer.Option("--branch", help="A fitted branch file, softmax or centred; embedded has one.")
+    ] = "sigmoid",
+    data: Annotated[str, typer.Option("--data", help="A folder to choose from, to sort, to fit on.")] = "",
+    format: Format = None,
+    compare_model: Annotated[
+        str | None, typer.Option("--compare-model", help="A second model to show beside the first.")
+    ] = None,
+    compare_weights: Annotated[Path | None, typer.Option("--compare-weights", help="Of the second.")] = None,
+    compare_branch: Annotated[
+        str | None, typer.Option("--compare-branch", help="A second branch, of the same or the second model.")
+    ] = None,
+    host: Annotated[str, typer.Option("--host", help="Others than this machine need --auth.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="To listen on.")] = 7860,
+    share: Annotated[
+        bool, typer.Option("--share", help="Through gradio's public tunnel; with --auth.")
+    ] = False,
+    auth: Annotated[
+        str | None, typer.Option("--auth", envvar="SIGCAM_AUTH", help="user:password that visitors need.")
+    ] = None,
+    device: Device = "cpu",
+    open: Annotated[bool, typer.Option("--open/--no-open", help="Show it in the browser.")] = True,
+) -> None:
+    """Look at maps in the browser, on a page that this machine alone can reach unless you say otherwise."""
+    from sigcam.ui import Options, serve
+
+    shown = (model, weights, branch, data, format, compare_model, compare_weights, compare_branch)
+    serve(Options(*shown, host, port, share, auth, device, open))
+
+
 cache_app = typer.Typer(help="Look at cached features, or remove them.", no_args_is_help=True)
 app.add_typer(cache_app, name="cache")
 
