@@ -186,7 +186,7 @@ def demo_page(
             )
             for row in table["nothing_there"]
         ],
-        foot="AUROC: the chance that a picture with a bird scores higher than the same scene without one.",
+        foot="AUROC: the chance that a picture with a bird scores higher than a scene without one.",
     )
     captions = {
         "distortions": "The softmax head shifted in two ways that no probability can tell; the sigmoid "
