@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/page.py --people 8 --seconds 120
 
 Each person sends a picture, then drags both sliders, changes classes and methods, makes files, and starts
-again.
+again, with a pause of 0.1 to 0.5 s after each answer. Requests are those that the browser makes.
 Writes benchmarks/results/page.json.
 """
 
@@ -20,7 +20,9 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections import defaultdict
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -60,46 +62,79 @@ class Person(threading.Thread):
 
     def __init__(self, url: str, folder: Path, seed: int, until: float) -> None:
         super().__init__(daemon=True)
-        self.url, self.folder, self.until = url, folder, until
+        self.url, self.until, self.session = url, until, f"person{seed}"
+        self.pictures = [path.read_bytes() for path in sorted(folder.iterdir())]
         self.chance = random.Random(seed)
+        self.numbers: dict[str, int] = {}
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.errors: list[str] = []
 
     def run(self) -> None:
         """Picture after picture."""
-        from gradio_client import Client
-
-        client = Client(self.url, verbose=False)
+        config = json.loads(self.send("config"))
+        self.numbers = {each["api_name"]: each["id"] for each in config["dependencies"]}
         while time.monotonic() < self.until:
-            self.one_picture(client)
+            self.one_picture()
 
-    def one_picture(self, client: Any) -> None:
+    def one_picture(self) -> None:
         """Send, drag, change, make files."""
-        from gradio_client import handle_file
-
-        picture = handle_file(str(self.chance.choice(sorted(self.folder.iterdir()))))
-        self.ask(client, "upload", picture, SOURCES, ["grad-cam"], "evidence", True, 0.2, 0.0)
+        controls = (SOURCES, ["grad-cam"], "evidence", True, 0.4, 0.0)
+        self.timed("upload", lambda: self.queued("upload", self.uploaded(), *controls))
         for _ in range(15):
-            self.ask(client, "move_box", round(self.chance.random(), 2))
+            self.timed("threshold", lambda: self.at_once("move_box", round(self.chance.random(), 2)))
         for _ in range(15):
-            self.ask(client, "move_head", round(self.chance.uniform(-5, 5), 1))
-        classes = self.chance.sample(range(1000), 2)
+            self.timed("delta", lambda: self.at_once("move_head", round(self.chance.uniform(-5, 5), 1)))
+        classes, kind = self.chance.sample(range(1000), 2), self.chance.choice(["evidence", "signed"])
         method = self.chance.choice(["cam", "grad-cam", "layer-cam", "grad-cam++"])
-        self.ask(
-            client, "redraw", classes, SOURCES, [method], self.chance.choice(["evidence", "signed"]), True
-        )
-        self.ask(client, "links")
+        self.timed("redraw", lambda: self.queued("redraw", classes, SOURCES, [method], kind, True))
+        self.timed("files", lambda: self.queued("links"))
 
-    def ask(self, client: Any, what: str, *words: Any) -> None:
-        """One request, timed; an error is noted."""
+    def timed(self, what: str, ask: Callable[[], None]) -> None:
+        """One request; an error is noted."""
         if time.monotonic() >= self.until:
             return
         began = time.perf_counter()
         try:
-            client.predict(*words, api_name=f"/{what}")
+            ask()
             self.seconds[what].append(time.perf_counter() - began)
         except Exception as error:
             self.errors.append(f"{what}: {type(error).__name__}: {error}")
+        time.sleep(self.chance.uniform(0.1, 0.5))
+
+    def send(self, path: str, body: bytes | None = None, kind: str = "application/json") -> bytes:
+        """The server's answer."""
+        request = urllib.request.Request(self.url + path, body, {"content-type": kind} if body else {})
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return bytes(answer.read())
+
+    def uploaded(self) -> dict[str, Any]:
+        """A picture on the server, as the page's control names it."""
+        head = b'--cut\r\nContent-Disposition: form-data; name="files"; filename="a.jpg"\r\n\r\n'
+        body = head + self.chance.choice(self.pictures) + b"\r\n--cut--\r\n"
+        path = json.loads(self.send("gradio_api/upload", body, "multipart/form-data; boundary=cut"))[0]
+        return {"path": path, "orig_name": "a.jpg", "meta": {"_type": "gradio.FileData"}}
+
+    def asked(self, name: str, data: tuple[Any, ...]) -> bytes:
+        words = {"data": list(data), "fn_index": self.numbers[name], "session_hash": self.session}
+        return json.dumps(words).encode()
+
+    def at_once(self, name: str, *data: Any) -> None:
+        """What the sliders ask."""
+        if "data" not in json.loads(self.send("gradio_api/run/predict", self.asked(name, data))):
+            raise RuntimeError("no data")
+
+    def queued(self, name: str, *data: Any) -> None:
+        """What waits in line: the answer comes in a stream."""
+        self.send("gradio_api/queue/join", self.asked(name, data))
+        stream = f"{self.url}gradio_api/queue/data?session_hash={self.session}"
+        with urllib.request.urlopen(stream, timeout=300) as lines:
+            for line in lines:
+                said = json.loads(line[6:]) if line.startswith(b"data: ") else {}
+                if said.get("msg") == "process_completed":
+                    if not said["success"]:
+                        raise RuntimeError(str(said["output"])[:200])
+                    return
+        raise RuntimeError("the stream ended without an answer")
 
 
 def share(values: list[float], part: float) -> float:
