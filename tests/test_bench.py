@@ -98,6 +98,17 @@ def test_a_table_has_every_row_with_interval_and_difference_and_goes_on_where_it
             delta, low, high = row["delta"]["max_box_acc_v2"]
             assert delta == pytest.approx(row["max_box_acc_v2"] - own["max_box_acc_v2"])
             assert low <= delta <= high
+        control = row["clamp"] and row["branch"] != "softmax"
+        assert ("max_box_acc_v2" in row["beside"]) == control
+        if control:
+            clamped = next(
+                r
+                for r in held["rows"]
+                if r["method"] == row["method"] and (r["branch"], r["clamp"]) == ("softmax", True)
+            )
+            assert row["beside"]["max_box_acc_v2"][0] == pytest.approx(
+                row["max_box_acc_v2"] - clamped["max_box_acc_v2"]
+            )
     assert "cub: 24" in held["foot"]
     for name in ("table2.md", "table2.csv", "index.html", "manifest.json"):
         assert (plan.output / name).stat().st_size > 100

@@ -110,12 +110,12 @@ def foot(plan: Plan, table: str, rows: Sequence[Row]) -> str:
     """What a reader of the table must know."""
     counts = ", ".join(dict.fromkeys(f"{row['dataset']}: {row['images']}" for row in rows))
     networks = ", ".join(dict.fromkeys(row["backbone"] for row in rows))
-    said = f"Images: {counts}. Backbone: {networks}. In percent, with 95 % bootstrap intervals; in "
+    said = f"Images: {counts}. Backbone: {networks}. In percent, with 95 % bootstrap intervals, and with the "
     said += (
-        "parentheses the difference from the softmax head's signed maps on the same images, with its paired "
+        "difference from the softmax head's signed maps on the same images and its paired interval, marked "
     )
-    said += "interval; marked where "
-    return f"{said}that excludes zero. {FEET.get(table, FEET['table2'])}"
+    said += "where that excludes zero. Clamped maps of the other heads have the difference from the softmax "
+    return f"{said}head's clamped maps too. {FEET.get(table, FEET['table2'])}"
 
 
 def verdict(row: Row, column: str) -> bool | None:
@@ -204,9 +204,10 @@ def _number(row: Row, column: str) -> Number | None:
     low, high = row["intervals"].get(column, (None, None))
     value, least, most = row["delta"].get(column, (None, 0.0, 0.0))
     difference = None if value is None else (value, least, most)
-    paper = row["published"].get(column)
-    note = "" if paper is None else f"paper {paper:.2f}"
-    return Number(row[column], low, high, difference, verdict(row, column), note)
+    paper, beside = row["published"].get(column), row.get("beside", {}).get(column)
+    notes = [] if beside is None else ["{:+.2f} ({:+.1f} to {:+.1f}) beside softmax, clamped".format(*beside)]
+    notes += [] if paper is None else [f"paper {paper:.2f}"]
+    return Number(row[column], low, high, difference, verdict(row, column), "; ".join(notes))
 
 
 # --------------------------------------------------------------------------------------------- overhead

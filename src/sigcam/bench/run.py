@@ -19,6 +19,7 @@ from sigcam.bench.paper import METHODS, PUBLISHED, ROWS
 from sigcam.bench.vgg import VGG
 from sigcam.bootstrap import Interval, paired
 from sigcam.config import FitConfig
+from sigcam.counting import ImageMetric
 from sigcam.data import Samples, open_dataset
 from sigcam.dist import rank, wait, world
 from sigcam.dual import DualBranch, fingerprint, gap_weight
@@ -33,6 +34,7 @@ from sigcam.result import Result
 
 Row = dict[str, Any]
 BASELINE = ("softmax", False)
+CONTROL = ("softmax", True)  # what clamped maps of other heads are compared with besides
 FEWER = 500  # images of rows beside the paper's: enlarged ones, other classifiers, other fits
 FEWEST = 100  # of these, where confidence is measured
 LOCATING = ("max_box_acc_v2", "gt_known_loc", "top1_loc", "top1_cls")
@@ -96,13 +98,14 @@ class Plan:
 def measured(
     plan: Plan, name: str, net: DualBranch, dataset: str, samples: Samples, progress: Progress, **how: Any
 ) -> list[Row]:
-    """A row for each method and branch, clamped and not, with intervals and the difference from the softmax
-    head's signed maps; from the output folder, if this very evaluation was done before."""
+    """A row for each method and branch, clamped and not, with intervals and the differences from the softmax
+    head's signed maps (`delta`) and, of clamped ones, from its clamped maps (`beside`). They come from the
+    output folder if this very evaluation was done before."""
     samples = match_classes(
         _unseen(samples) if dataset == "ilsvrc" else samples, net.classes, net.class_names
     )
     prints = fingerprint(net.origin), fingerprint(net.sigmoid), data_fingerprint(samples)
-    path = plan.output / "parts" / f"{name}-{key_of((name, prints, how, plan.batch_size))[:12]}.json"
+    path = plan.output / "parts" / f"{name}-{key_of((name, prints, how, plan.batch_size, CONTROL))[:12]}.json"
     if path.is_file():
         rows: list[Row] = json.loads(path.read_text())
         return rows
@@ -146,6 +149,7 @@ def rows_of(result: Result, dataset: str, backbone: str, zoom: float) -> list[Ro
             "images": result.about["images"],
             "intervals": {},
             "delta": {},
+            "beside": {},
         }
         for number in result.rows:
             mine = (number["method"], number["branch"], number["clamp"]) in (cell, (None, None, None))
@@ -156,17 +160,20 @@ def rows_of(result: Result, dataset: str, backbone: str, zoom: float) -> list[Ro
             if number["low"] is not None:
                 row["intervals"][name] = [number["low"], number["high"]]
         for key, metric in result.metrics.items():
-            base = result.metrics.get((method, *BASELINE, key[3]))
-            if key[:3] != cell or base is None or (branch, clamp) == BASELINE:
-                continue
-            difference = paired(metric, base)
-            if isinstance(difference, Interval):
-                row["delta"][key[3]] = [difference.value, difference.low, difference.high]
-            elif key[3] in difference:
-                each = difference[key[3]]
-                row["delta"][key[3]] = [each.value, each.low, each.high]
+            if key[:3] == cell:
+                for name, base in (("delta", BASELINE), ("beside", CONTROL)):
+                    control = result.metrics.get((method, *base, key[3]))
+                    if control is not None and (branch, clamp) != base and (name == "delta" or clamp):
+                        row[name] |= _difference(metric, control, key[3])
         found.append(row)
     return found
+
+
+def _difference(metric: ImageMetric, base: ImageMetric, name: str) -> dict[str, list[float]]:
+    """The difference on the same images and the ends of its interval, under the metric's name."""
+    found = paired(metric, base)
+    one = found if isinstance(found, Interval) else found.get(name)
+    return {} if one is None else {name: [one.value, one.low, one.high]}
 
 
 def _name(number: Row) -> str:
