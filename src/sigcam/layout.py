@@ -9,6 +9,7 @@ import gradio as gr
 
 from sigcam.looking import class_choices, methods_of, spread
 from sigcam.page import ON_A_SHELF, THRESHOLD, Page
+from sigcam.serving import IDLE_SECONDS
 
 VIEWS = [("evidence for the class", "evidence"), ("signed: for and against, in logits", "signed")]
 SCALES = [("one for all maps", True), ("each map its own", False)]
@@ -22,7 +23,7 @@ NO_SHIFT = "This head is not global average + linear with several classes, so it
 
 def build(page: Page) -> gr.Blocks:
     """The page."""
-    with gr.Blocks(title="sigcam", analytics_enabled=False, delete_cache=(3600, 7200)) as blocks:
+    with gr.Blocks(title="sigcam", analytics_enabled=False, delete_cache=(600, IDLE_SECONDS)) as blocks:
         said = f"<p class='sc-notice'>{escape(page.notice)}</p>" if page.notice else ""
         gr.HTML(f"<h1>sigcam</h1><p>{escape(' and '.join(page.nets))}: which evidence is where?</p>{said}")
         with gr.Tabs(selected="look") as tabs:

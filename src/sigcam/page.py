@@ -140,7 +140,7 @@ class Page:
         delta: Any,
         request: gr.Request,
     ) -> list[Any]:
-        """A picture that somebody sent: looked at, then removed from the disk."""
+        """A picture that somebody sent."""
         with told():
             if not path:
                 raise DataError("no picture arrived: try again.")

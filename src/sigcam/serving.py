@@ -106,8 +106,10 @@ class Guard:
     def _keep_few(self, answer: bytes) -> None:
         """Removes the oldest uploads; the answer to one is the list of its files."""
         with suppress(ValueError):
-            listed = json.loads(answer)
-            self._uploads.extend(Path(path) for path in listed if isinstance(path, str))
+            for path in (Path(path) for path in json.loads(answer) if isinstance(path, str)):
+                if path in self._uploads:  # the same picture again: its file is one
+                    self._uploads.remove(path)
+                self._uploads.append(path)
         while len(self._uploads) > MOST_FILES:
             self._uploads.popleft().unlink(missing_ok=True)
 
@@ -127,8 +129,8 @@ async def _refuse(send: Send, status: int, why: str) -> None:
 
 
 def admitted(path: Path, uploads: Path) -> Image.Image:
-    """The picture in a file that somebody sent, if it is small enough and of a usual kind; the file is gone
-    then, unless it lies outside `uploads`: such a one is neither opened nor removed."""
+    """The picture in a file that somebody sent to `uploads`, if it is small enough and of a usual kind. The
+    file stays for now: two people who send the same picture share it."""
     name = path.name
     if not path.resolve().is_relative_to(uploads.resolve()):
         raise DataError(f"{name} was not sent to this page, so it is not opened.")
@@ -141,8 +143,6 @@ def admitted(path: Path, uploads: Path) -> Image.Image:
         raise DataError(f"cannot read {name}: {error.strerror or 'it is not a picture'}.") from error
     except DataError as error:
         raise DataError(str(error).replace(str(path), name)) from error
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def check_header(path: Path, name: str) -> None:
