@@ -66,7 +66,9 @@ def localisation() -> None:
         axis.set_axisbelow(True)
     axes[0].set_yticks(range(len(NAMES)), list(NAMES.values()))
     axes[0].invert_yaxis()
-    figure.supxlabel("percent; filled: the network's own size, hollow: images twice as large", fontsize=10)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    said = "percent; filled: the network's own size, hollow: images twice as large"
+    figure.text(0.6, 0.02, said, ha="center", fontsize=10)
     save(figure, "results-localisation")
 
 
@@ -87,7 +89,7 @@ def fidelity() -> None:
                 axis.plot([place] * 2, row["intervals"]["average_drop"], color=colour, linewidth=1.2)
             values = [r["average_drop"] for r in chosen]
             axis.plot(places, values, "o", color=colour, markerfacecolor=face, markersize=5, label=name)
-        axis.set_xticks(range(len(methods)), methods)
+        axis.set_xticks(range(len(methods)), methods, fontsize=9)
         axis.set_title({"cub": "CUB", "cars": "Cars"}.get(dataset, dataset), fontsize=11)
         axis.set_ylabel("average drop, percent (lower is better)")
         axis.grid(axis="y", color="#dddddd")
@@ -102,7 +104,8 @@ def fidelity() -> None:
 def sources() -> None:
     """Signed and clamped maps and the knowledge that nothing is there, against the penalty."""
     rows = rows_of("sources")
-    fits = list(dict.fromkeys(row["fit"] for row in rows if "fit" in row))[::-1]
+    fits = list(dict.fromkeys(row["fit"] for row in rows if "fit" in row))
+    fits.sort(key=lambda fit: ("negatives" in fit, float(fit.split()[1].strip(","))))
     figure, axes = plt.subplots(1, 2, figsize=(11, 3.4))
     panels = (
         (axes[0], "max_box_acc_v2", "MaxBoxAccV2, percent"),
