@@ -214,6 +214,7 @@ def test_two_processes_make_the_table_of_one(plan: Plan, tmp_path: Path) -> None
 
 def test_sources_tell_clamping_centring_training_and_penalty_apart(plan: Plan) -> None:
     birds(plan.data, "pets", seed=1)
+    birds(plan.data, "cars", seed=2)
     rows = bench_run.sources(plan, QUIET)
     assert [row["branch"] for row in rows].count("softmax") == 2  # once, not once per fit
     fits = [row["fit"] for row in rows if row["branch"] == "sigmoid" and row["clamp"]]

@@ -253,7 +253,7 @@ def sources(plan: Plan, progress: Progress) -> list[Row]:
     """Where the gain comes from: clamping, centring, sigmoid training, its penalty, images of nothing."""
     dataset, count = there(plan, ("cub", "cars"))[0], plan.fewer
     samples, rows = plan.samples(dataset, "test", count), list[Row]()
-    strangers = [name for name in ("pets", "cars") if plan.has(name) and name != dataset]
+    strangers = [name for name in ("cars",) if plan.has(name) and name != dataset]  # not what it is tried on
     nothing = plan.samples("pets", "test", count) if plan.has("pets") else None
     fits = {f"L2 {l2:g}": FitConfig(l2=l2, seed=plan.seed) for l2 in (0.1, 0.01, 0.001, 0.0001)}
     if strangers:
