@@ -294,6 +294,14 @@ def test_what_enters_the_last_layer_comes_from_the_cells_without_the_convolution
     assert len(losses) == vgg.EPOCHS and losses[-1] < losses[0]
     after = list(vgg._tail(classifier.model).parameters())  # type: ignore[arg-type]
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    stages: list[str] = []
+    vgg.pooled_cells(
+        classifier,
+        train,
+        tmp_path / "features",
+        lambda stage, done, total: stages.append(f"{done} of {total}"),
+    )
+    assert stages == ["3 of 3"]  # what was trained since does not run the convolutions again
 
 
 def test_bad_targets_and_folders_are_refused(plan: Plan, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ unpickler that makes arrays and nothing else.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import pickle
@@ -71,7 +72,10 @@ def cells_of(classifier: Classifier, samples: Samples, cache: Path, progress: Pr
     """What the convolutions give for each image, (512, 14, 14), from the cache where they were run before."""
     model = classifier.model
     assert isinstance(model, CamVgg)
-    parts = OrderedDict[str, nn.Module](features=model.features, head=_tail(model))
+    after = copy.deepcopy(_tail(model))  # of fixed weights: the cache is found by all of the network's
+    for parameter in after.parameters():
+        nn.init.constant_(parameter, 0.01)
+    parts = OrderedDict[str, nn.Module](features=model.features, head=after)
     cut: DualBranch = attach(nn.Sequential(parts), head="head", layer="features")
     cut.transform, cut.class_names = classifier.transform, classifier.classes
     return extract(cut, samples, FitConfig(), cache=cache, progress=progress)
