@@ -371,6 +371,8 @@ def published(row: Row, table: str, metric: str) -> float | None:
     if table == "pos-weight" and kind == "ours":
         kind = f"ours_{row['pos_weight']:g}to1"
     name, _, scorer = metric.partition(":")
+    if table not in ("nwc", "pos-weight"):  # tables of other classifiers hold what these two do
+        table = "table1" if name in FIDELITY else "table2"
     fair = table != "table1" or kind == "baseline" or bool(scorer)
     backbone = BACKBONES.get(row["backbone"].partition(":")[2].removesuffix("-cam"))
     wanted = (table, backbone, row["method"], kind, row["dataset"], name)
