@@ -120,7 +120,7 @@ def _look_tab(page: Page) -> dict[str, Any]:
 def _sort_tab(page: Page, view: dict[str, Any], tabs: gr.Tabs) -> None:
     names = list(page.sources)
     gr.Markdown(
-        "Pictures on which two heads' Grad-CAM maps disagree most come first: 0 is equal, 1 unrelated."
+        "Pictures on which two heads' Grad-CAM maps have least in common come first: 0 is equal, 1 disjoint."
     )
     with gr.Row():
         first = gr.Dropdown(names, value=page.chosen[0], label="One head")
@@ -139,7 +139,7 @@ def _sort_tab(page: Page, view: dict[str, Any], tabs: gr.Tabs) -> None:
         )
     status = gr.HTML(elem_id="sort-status", label="Progress")
     ranked = gr.Gallery(
-        label="Most apart first", columns=6, allow_preview=False, interactive=False, object_fit="cover",
+        label="Least in common first", columns=6, allow_preview=False, interactive=False, object_fit="cover",
         buttons=[], elem_id="ranked",
     )  # fmt: skip
     go.click(page.sort, [first, second, most], [status, ranked], show_progress="hidden", concurrency_limit=2)

@@ -24,7 +24,6 @@ from sigcam.explaining import Drawing, explain_passage, finish
 from sigcam.methods import METHODS
 from sigcam.models import Preprocess
 from sigcam.probe import Branch, branch_logits, full
-from sigcam.showing import disagree
 
 Kind = Literal["evidence", "signed"]
 SIDE = 288  # pixels of a drawn picture's longer side
@@ -406,8 +405,8 @@ def as_uri(image: Image.Image) -> str:
 
 
 def disagreement(first: Source, second: Source, pictures: Sequence[Image.Image]) -> list[float]:
-    """For each picture how much the unit Grad-CAM maps of its likely class disagree, by two sources: 1 less
-    their correlation, as in reports."""
+    """For each picture how little the unit Grad-CAM maps of its likely class have in common, by two sources:
+    1 minus the sum of their minimum over that of their maximum; 0 for equal maps, 1 for disjoint ones."""
     maps, classes = list[Tensor](), None
     for source in (first, second):
         batch, _ = as_batch(source.net, list(pictures))
@@ -421,4 +420,5 @@ def disagreement(first: Source, second: Source, pictures: Sequence[Image.Image])
             raise DataError("the two models do not know the same classes, so their maps cannot be compared.")
         ex = explain_passage(source.net, passage, Drawing(branch=source.branch), classes=known, size=(56, 56))  # type: ignore[arg-type]
         maps.append(ex.maps.detach().cpu())
-    return [disagree(a, b) for a, b in zip(*maps, strict=True)]
+    low, high = torch.minimum(*maps).flatten(1).sum(1), torch.maximum(*maps).flatten(1).sum(1)
+    return (1 - low / high.clamp(min=1e-12)).tolist()

@@ -226,7 +226,7 @@ class Page:
     # ---------------------------------------------------------------------------------- many pictures
 
     def sort(self, first: str, second: str, most: float, request: gr.Request) -> Iterator[list[Any]]:
-        """The shelf's pictures, those whose two maps disagree most first."""
+        """The shelf's pictures, those whose two maps have least in common first."""
         with told():
             pair = [self.sources[name] for name in (first, second) if name in self.sources]
             if len(pair) < 2 or pair[0] == pair[1]:
