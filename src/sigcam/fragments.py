@@ -6,7 +6,7 @@ import base64
 from collections.abc import Sequence
 from html import escape
 
-from sigcam.draw import HEAT, SIGNED
+from sigcam.draw import gradient
 from sigcam.looking import Look, Top
 
 Boxes = Sequence[tuple[float, float, float, float] | None]
@@ -43,13 +43,12 @@ def panels_html(look: Look) -> str:
 def legend_html(kind: str, peak: float) -> str:
     """The colours of the scale that all maps in logits share."""
     signed = kind == "signed"
-    stops = ", ".join(f"#{colour}" for colour in (SIGNED if signed else HEAT))
     ends = (f"-{peak:.3g}", "0", f"+{peak:.3g}") if signed else ("0", f"{peak:.3g}")
     said = "against the class, for it" if signed else "evidence for the class"
     marks = "".join(f"<span>{end}</span>" for end in ends)
     return (
         '<div class="sc-legend">'
-        f'<div class="sc-bar" style="background:linear-gradient(to right, {stops})"></div>'
+        f'<div class="sc-bar" style="background:{gradient(signed=signed)}"></div>'
         f'<div class="sc-ends">{marks}</div><div>logits per cell, {said}; one scale for all maps</div></div>'
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import math
@@ -21,6 +20,7 @@ from sigcam.draw import overlay, with_boxes
 from sigcam.dual import DualBranch, Passage, gap_weight
 from sigcam.errors import DataError
 from sigcam.explaining import Drawing, explain_passage, finish
+from sigcam.explanation import data_uri
 from sigcam.methods import METHODS
 from sigcam.models import Preprocess
 from sigcam.probe import Branch, branch_logits, full
@@ -202,7 +202,7 @@ class Look:
         scale = SIDE / max(seen.size)
         shape = (max(1, round(seen.width * scale)), max(1, round(seen.height * scale)))
         self.base = seen.convert("RGB").resize(shape, Image.Resampling.BILINEAR, reducing_gap=3)
-        self.base_uri = as_uri(self.base)
+        self.base_uri = data_uri(self.base)
         self._passages: dict[DualBranch, Passage] = {}
         self._spreads: dict[DualBranch, float] = {}
         self.panels: list[Panel] = []
@@ -371,7 +371,7 @@ class Look:
 
     def _draw(self, panels: Sequence[Panel]) -> None:
         for panel in panels:
-            panel.uri = as_uri(self._overlay(panel))
+            panel.uri = data_uri(self._overlay(panel))
             size = self._inputs[panel.source.net.transform].shape[-2:]
             panel.unit = finish(panel.low, panel.method, (int(size[0]), int(size[1])), "unit")[0]
 
@@ -392,13 +392,6 @@ def _why_dark(low: Tensor, kind: Kind, clamp: bool) -> str:
     if kind == "evidence" and bool((low <= 0).all()):
         return "blank: all evidence is negative (see the signed view)"
     return ""
-
-
-def as_uri(image: Image.Image) -> str:
-    """The picture itself as an address, so that no file has to be kept and served."""
-    held = io.BytesIO()
-    image.save(held, "JPEG", quality=87)
-    return f"data:image/jpeg;base64,{base64.b64encode(held.getvalue()).decode()}"
 
 
 # ------------------------------------------------------------------------------------------- many pictures
