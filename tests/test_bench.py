@@ -10,6 +10,7 @@ import pickle
 import re
 import subprocess
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from test_dist import LINEAR, MODEL
 from test_dist import run as start
 
 from sigcam.bench import run as bench_run
 from sigcam.bench import vgg
-from sigcam.bench.command import run_bench
+from sigcam.bench.command import TARGETS, run_bench
 from sigcam.bench.pages import html, markdown, overhead, verdict, write_table
 from sigcam.bench.paper import PUBLISHED, ROWS
 from sigcam.bench.run import Plan, published
@@ -224,6 +226,29 @@ def test_sources_tell_clamping_centring_training_and_penalty_apart(plan: Plan) -
     assert all(0 <= row["auroc_nothing"] <= 100 for row in rows if row["branch"] != "centred")
 
 
+def test_another_classifier_is_tried_on_fewer_images_of_each_data_set(plan: Plan) -> None:
+    birds(plan.data, "cars", seed=1)
+    rows = bench_run.another(replace(plan, fidelity=200, locating=None), ("cub", "cars"), QUIET)
+    for dataset in ("cub", "cars"):
+        mine = [row for row in rows if row["dataset"] == dataset]
+        assert len([row for row in mine if "average_drop" in row]) == 5 * 6
+        assert len([row for row in mine if "max_box_acc_v2" in row]) == 2 * 6
+        assert {row["images"] for row in mine} == {36}  # all: there are fewer than asked for
+
+
+def test_last_stages_learn_and_what_is_before_them_does_not(plan: Plan) -> None:
+    plan = replace(plan, backbone="embedded", fidelity=2, locating=4)
+    rows = bench_run.stages(plan, QUIET)
+    assert {row["images"] for row in rows} == {2, 4}
+    (home,) = (plan.output / "models").iterdir()
+    learned = load_file(home / "classifier.safetensors")
+    published = load_classifier("embedded").model.state_dict()
+    moved = {name for name, held in published.items() if not torch.equal(held, learned[name])}
+    assert any(name.startswith("blocks.5") for name in moved)
+    assert all(name.startswith(("blocks.5", "blocks.6", "conv_head", "bn2", "classifier")) for name in moved)
+    assert not (home / "checkpoint.pt").exists()
+
+
 def test_overhead_counts_parameters_and_times_training_of_both(plan: Plan) -> None:
     held = overhead(plan, QUIET)
     net = bench_run.network(plan, "cub", FitConfig(), QUIET)
@@ -308,7 +333,9 @@ def test_bad_targets_and_folders_are_refused(plan: Plan, tmp_path: Path) -> None
     with pytest.raises(DataError, match="there is no target 'table3': choose one of table1, table2"):
         run_bench("table3", plan, None)
     empty = Plan(tmp_path, tmp_path / "out")
-    with pytest.raises(DataError, match="holds none of cub, cars"):
-        run_bench("table1", empty, None)
+    for target in TARGETS:
+        with pytest.raises(DataError, match="holds none of cub, cars"):
+            run_bench(target, empty, None)
+    assert not empty.output.exists()
     with pytest.raises(DataError, match="does not exist: give the folder"):
         run_bench("table1", Plan(tmp_path / "no", tmp_path / "out"), None)

@@ -10,7 +10,7 @@ import typer
 
 from sigcam.bench.classifiers import network
 from sigcam.bench.pages import distortions, html, overhead, qualitative, write_table
-from sigcam.bench.run import ALL, TABLES, Plan
+from sigcam.bench.run import ALL, DATASETS, FINE, TABLES, Plan, there
 from sigcam.config import FitConfig
 from sigcam.console import progress_bar
 from sigcam.dist import rank, together
@@ -30,6 +30,7 @@ def run_bench(target: str, plan: Plan, threads: int | None) -> None:
     need_report()
     if not plan.data.is_dir():
         raise DataError(f"{plan.data} does not exist: give the folder that holds cub, cars, ilsvrc or pets.")
+    there(plan, FINE if target == "overhead" else TABLES[target][1] if target in TABLES else DATASETS)
     if threads:
         torch.set_num_threads(threads)
     with together(plan.device) as device:
@@ -54,13 +55,12 @@ def run_bench(target: str, plan: Plan, threads: int | None) -> None:
 
 def _alone(target: str, plan: Plan, progress: Progress) -> None:
     """What the first process does by itself: measure overhead, draw figures."""
-    if target == "overhead" or (target == "all" and (plan.has("cub") or plan.has("cars"))):
+    if target == "overhead" or (target == "all" and any(map(plan.has, FINE))):
         overhead(plan, progress)
     if target not in ("figures", "all"):
         return
-    for dataset in ("cub", "cars", "ilsvrc", "pets"):
-        if plan.has(dataset):
-            qualitative(plan, dataset, progress)
+    for dataset in there(plan, DATASETS):
+        qualitative(plan, dataset, progress)
     if plan.has("pets"):
         distortions(plan, network(plan, "pets", FitConfig(seed=plan.seed), progress), "pets")
 

@@ -17,7 +17,7 @@ from PIL import Image
 
 from sigcam.bench.classifiers import network
 from sigcam.bench.paper import OVERHEAD, ROWS
-from sigcam.bench.run import Plan, Row, published, row_name, there
+from sigcam.bench.run import FINE, Plan, Row, published, row_name, there
 from sigcam.boxes import scaled_boxes
 from sigcam.config import FitConfig
 from sigcam.draw import grid, overlay, with_boxes
@@ -215,7 +215,7 @@ def _number(row: Row, column: str) -> Number | None:
 
 def overhead(plan: Plan, progress: Progress) -> dict[str, Any]:
     """Parameters, seconds per image and training time, without and with the branch, in turns."""
-    dataset = there(plan, ("cub", "cars"))[0]
+    dataset = there(plan, FINE)[0]
     net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
     images = torch.randn(8, *net.input_shape, generator=torch.Generator().manual_seed(0)).to(net.device)
     own = sum(p.numel() for p in net.model.parameters())

@@ -40,6 +40,8 @@ FEWEST = 100  # of these, where confidence is measured
 LOCATING = ("max_box_acc_v2", "gt_known_loc", "top1_loc", "top1_cls")
 FIDELITY = ("average_drop", "increase_in_confidence", "mean_map")
 BRANCHES: Any = ("softmax", "centred", "sigmoid")
+FINE = ("cub", "cars")  # the data sets of fine-grained classes, in the order of choice
+DATASETS = (*FINE, "ilsvrc", "pets")
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ def _name(number: Row) -> str:
 def table1(plan: Plan, progress: Progress) -> list[Row]:
     """Average drop and increase in confidence on fine-grained data: five methods, two scorers."""
     rows = list[Row]()
-    for dataset in there(plan, ("cub", "cars")):
+    for dataset in there(plan, FINE):
         net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
         rows += confidence_rows(plan, net, dataset, progress)
     return rows
@@ -209,7 +211,7 @@ def confidence_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progres
 def table2(plan: Plan, progress: Progress) -> list[Row]:
     """Localisation by boxes and by pixels, at the network's own size and enlarged."""
     rows = list[Row]()
-    for dataset in there(plan, ("cub", "cars", "ilsvrc", "pets")):
+    for dataset in there(plan, DATASETS):
         net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
         rows += locating_rows(plan, net, dataset, progress)
     return rows
@@ -230,13 +232,13 @@ def locating_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progress)
 
 def nwc(plan: Plan, progress: Progress) -> list[Row]:
     """What keeping positive weights alone gives: rows of table 2 on the first data set."""
-    first = there(plan, ("cub", "cars", "ilsvrc", "pets"))[0]
+    first = there(plan, DATASETS)[0]
     return [row for row in table2(plan, progress) if row["dataset"] == first and row["zoom"] == 1]
 
 
 def pos_weight(plan: Plan, progress: Progress) -> list[Row]:
     """The weight of a positive label: 1, half of C - 1, C - 1."""
-    dataset = there(plan, ("cub", "cars"))[0]
+    dataset = there(plan, FINE)[0]
     samples, rows = plan.samples(dataset, "test", plan.fewer), list[Row]()
     most = len(samples.classes) - 1
     for weight in (1.0, most / 2, float(most)):
@@ -251,7 +253,7 @@ def pos_weight(plan: Plan, progress: Progress) -> list[Row]:
 
 def sources(plan: Plan, progress: Progress) -> list[Row]:
     """Where the gain comes from: clamping, centring, sigmoid training, its penalty, images of nothing."""
-    dataset, count = there(plan, ("cub", "cars"))[0], plan.fewer
+    dataset, count = there(plan, FINE)[0], plan.fewer
     samples, rows = plan.samples(dataset, "test", count), list[Row]()
     nothing = plan.samples("pets", "test", count) if plan.has("pets") else None
     fits = {f"L2 {l2:g}": FitConfig(l2=l2, seed=plan.seed) for l2 in (0.1, 0.01, 0.001, 0.0001)}
@@ -296,30 +298,33 @@ def _ones_zeros(scores: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([torch.ones(len(scores[0]), 1), torch.zeros(len(scores[1]), 1)])
 
 
-def another(plan: Plan, progress: Progress) -> list[Row]:
-    """Fidelity and localisation of another classifier, on the first data set of fine-grained classes, on
-    fewer images and none of them enlarged."""
-    dataset, fewest = there(plan, ("cub", "cars"))[0], plan.fidelity and min(plan.fidelity, FEWEST)
-    plan = replace(plan, locating=plan.fewer, fidelity=fewest, zoom=1.0)
-    net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
-    return confidence_rows(plan, net, dataset, progress) + locating_rows(plan, net, dataset, progress)
+def another(plan: Plan, datasets: Sequence[str], progress: Progress) -> list[Row]:
+    """Fidelity and localisation of another classifier, on fewer images and none of them enlarged."""
+    fewest = plan.fidelity and min(plan.fidelity, FEWEST)
+    plan, rows = replace(plan, locating=plan.fewer, fidelity=fewest, zoom=1.0), list[Row]()
+    for dataset in datasets:
+        net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
+        if dataset in FINE:
+            rows += confidence_rows(plan, net, dataset, progress)
+        rows += locating_rows(plan, net, dataset, progress)
+    return rows
 
 
 def lite2(plan: Plan, progress: Progress) -> list[Row]:
     """A larger network of the same family, as a linear probe."""
-    return another(replace(plan, backbone="embedded:lite2"), progress)
+    return another(replace(plan, backbone="embedded:lite2"), there(plan, (*FINE, "pets")), progress)
 
 
 def stages(plan: Plan, progress: Progress) -> list[Row]:
     """The same network with its last stages trained on the data, so that not all is a linear probe."""
-    return another(replace(plan, learns="stages"), progress)
+    return another(replace(plan, learns="stages"), there(plan, FINE)[:1], progress)
 
 
 def vgg16(plan: Plan, progress: Progress) -> list[Row]:
     """The paper's own network with its published convolutions."""
     if world() > 1:
         raise DataError("vgg16 is trained in one process: start it without torchrun.")
-    return another(replace(plan, backbone=VGG), progress)
+    return another(replace(plan, backbone=VGG), there(plan, FINE)[:1], progress)
 
 
 def there(plan: Plan, wanted: Sequence[str]) -> list[str]:
@@ -333,14 +338,13 @@ def there(plan: Plan, wanted: Sequence[str]) -> list[str]:
 
 
 # What makes each table, and the data sets of which it takes those that are there.
-FINE = ("cub", "cars")
 TABLES: dict[str, tuple[Callable[[Plan, Progress], list[Row]], tuple[str, ...]]] = {
     "table1": (table1, FINE),
-    "table2": (table2, (*FINE, "ilsvrc", "pets")),
-    "nwc": (nwc, (*FINE, "ilsvrc", "pets")),
+    "table2": (table2, DATASETS),
+    "nwc": (nwc, DATASETS),
     "pos-weight": (pos_weight, FINE),
     "sources": (sources, FINE),
-    "lite2": (lite2, FINE),
+    "lite2": (lite2, (*FINE, "pets")),
     "stages": (stages, FINE),
     "vgg16": (vgg16, FINE),
 }
