@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sigcam.bench.run import Plan
 
 FEW_TRAINED = 1500  # images that VGG-16 learns from: a pass of it takes seven times as long as the others'
-STAGES = TrainConfig(epochs=2, lr=1e-2, decay_every=3, freeze_until="blocks.5")
+STAGES = TrainConfig(epochs=2, lr=3e-3, head_lr_ratio=1.0, decay_every=3, freeze_until="blocks.5")
 
 
 def network(
@@ -75,12 +75,11 @@ def _train(plan: Plan, train: Samples, weights: Path, progress: Progress) -> Non
     else:
         classifier = load_classifier(plan.backbone, num_classes=len(train.classes), device=plan.device)
         _last(classifier)
-        if plan.learns == "stages":
+        train_probe(classifier, train, seed=plan.seed, workers=plan.workers, progress=progress)
+        if plan.learns == "stages":  # from the probe on: a new head would shake the features first
             checkpoint = weights.with_name("checkpoint.pt")
             train_classifier(classifier, train, STAGES, checkpoint=checkpoint, progress=progress)
             checkpoint.unlink(missing_ok=True)
-        else:
-            train_probe(classifier, train, seed=plan.seed, workers=plan.workers, progress=progress)
     save_classifier(weights, classifier.model, spec=plan.backbone, classes=train.classes)
 
 
