@@ -170,6 +170,13 @@ def test_a_backbone_without_classifier_is_told_apart_from_one_with(name: str) ->
         attach(model)
 
 
+def test_a_backbone_that_ends_in_a_linear_layer_is_no_classifier() -> None:
+    kind = pytest.importorskip("timm").models.vision_transformer.VisionTransformer
+    model = kind(embed_dim=32, depth=2, num_heads=2, class_token=False, global_pool="map", num_classes=0)
+    with pytest.raises(AttachError, match=r"Is it a feature extractor"):
+        attach(model)
+
+
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 STAGES = {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}
 # classifier, config, heads, layer, features, size

@@ -148,7 +148,8 @@ class _Finder:
         """The last layers, which must have C outputs each and run once."""
         last = self.last_layers()
         wrong = not last or any(is_norm(o.module) or not _has_outputs(o, self.classes) for o in last)
-        if wrong or self.head_was_taken_off(last[-1].end):
+        none = getattr(self.model, "num_classes", None) == 0  # as timm says it
+        if wrong or none or self.head_was_taken_off(last[-1].end):
             raise AttachError(
                 f"{self.kind} has no head with parameters: its {tuple(self.logits.shape)} output is not made "
                 f"by a layer with {self.classes} outputs. Is it a feature extractor (num_classes=0)? Give it "
