@@ -276,9 +276,18 @@ def bench(
         ),
     ],
     data: Annotated[
-        Path, typer.Option("--data", help="Folder with cub, cars, ilsvrc, pets, or some of them.")
+        Path,
+        typer.Option("--data", help="Folder with cub, cars, ilsvrc, openimages, pets, or some of these."),
     ],
     model: Annotated[str, typer.Option("--model", help="The frozen backbone under test.")] = "embedded",
+    classifiers: Annotated[
+        Path | None,
+        typer.Option(
+            "--classifiers",
+            help="Folder with cub/classifier.safetensors and the like, from train-classifier; else a linear "
+            "probe is trained on each data set.",
+        ),
+    ] = None,
     output: Output = Path("bench"),
     full: Annotated[
         bool, typer.Option("--full", help="Measure confidence on all images, not on 300.")
@@ -299,7 +308,7 @@ def bench(
     some, zoom = (100, 1.0) if quick else (None, 2.0)
     confidence = None if full else some or 300
     where: Any = {"device": device, "batch_size": batch_size, "workers": workers, "seed": seed}
-    plan = Plan(data, output, confidence, some, zoom, model, **where)
+    plan = Plan(data, output, confidence, some, zoom, model, classifiers, **where)
     run_bench(target, plan, threads)
 
 

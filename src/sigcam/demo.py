@@ -206,7 +206,8 @@ def maps_figure(net: DualBranch, samples: Samples, rows: int = 6) -> Any:
 def distortions_figure(net: DualBranch, samples: Samples) -> Any:
     """Eq. 8-10 on one picture: the softmax head shifted three ways, its probabilities, and both branches'
     maps."""
-    sample = next(s for s in samples if int(explain(net, [s.open()], branch="softmax").classes[0]) == s.label)
+    right = (s for s in samples if int(explain(net, [s.open()], branch="softmax").classes[0]) == s.label)
+    sample = next(right, samples[0])
     picture, label = sample.open(), sample.label
     assert net.transform is not None and sample.open_mask is not None and label is not None
     image = net.transform(picture)[None].to(net.device).double()

@@ -1,5 +1,5 @@
-"""The classifiers under test, trained once and kept: a linear probe, the last stages of a network, or the
-paper's VGG-16 on its published convolutions; and the branch fitted beside each."""
+"""The classifiers under test: given, or trained once and kept (a linear probe, the last stages of a network,
+the paper's VGG-16 on its published convolutions); and the branch fitted beside each."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from sigcam.classifying import train_classifier
 from sigcam.config import FitConfig, TrainConfig
 from sigcam.data import Samples
 from sigcam.dist import rank, wait
-from sigcam.dual import DualBranch, attach, load
+from sigcam.dual import DualBranch, attach, fingerprint, load
 from sigcam.features import Data, Features, Progress
 from sigcam.fitting import fit
+from sigcam.labels import match_classes
 from sigcam.manifest import data_fingerprint
 from sigcam.models import Classifier, load_classifier, save_classifier
 from sigcam.opening import SHIPPED
@@ -34,11 +35,41 @@ STAGES = TrainConfig(epochs=2, lr=3e-3, head_lr_ratio=1.0, decay_every=3, freeze
 def network(
     plan: Plan, dataset: str, config: FitConfig, progress: Progress, negatives: Samples | None = None
 ) -> DualBranch:
-    """The classifier of a data set with a fitted branch: the ImageNet head with the branch that comes with
-    it, else one trained on the data set's own images. Both are kept in the output folder."""
-    if dataset == "ilsvrc" and plan.backbone == "embedded":
+    """The classifier of a data set with a fitted branch, which is kept in the output folder; the embedded
+    classifier comes with one for ImageNet."""
+    given = plan.given(dataset)
+    if (
+        dataset == "ilsvrc"
+        and plan.backbone == "embedded"
+        and not given
+        and config == FitConfig(seed=plan.seed)
+    ):
         classifier = load_classifier("embedded", device=plan.device)
         return _prepared(load(SHIPPED, _last(classifier)), classifier)
+    if given or dataset == "ilsvrc":  # a trained one, or one with its published head
+        train = plan.samples(dataset, "train", None)
+        classifier = load_classifier(plan.backbone, weights=given, device=plan.device)
+        made_of = key_of((plan.backbone, fingerprint(classifier.model), data_fingerprint(train)))[:8]
+        home = plan.output / "models" / f"{dataset}-given-{made_of}"
+    else:
+        classifier, train, home = _trained(plan, dataset, progress)
+    without = [] if negatives is None else [data_fingerprint(negatives)]
+    file = home / f"branch-{key_of([asdict(config), *without])[:8]}.safetensors"
+    if not file.is_file():
+        net = _prepared(attach(_last(classifier)), classifier)
+        data: Data | Features = match_classes(train, net.classes, net.class_names)
+        if plan.backbone == VGG and not given:
+            data = pooled_cells(classifier, train, plan.output / "features", progress)
+        fit(net, data, config, negatives=negatives, cache=plan.output / "features", progress=progress)
+        if rank() == 0:
+            home.mkdir(parents=True, exist_ok=True)
+            net.save(file)
+        wait()
+    return _prepared(load(file, _last(classifier)), classifier)
+
+
+def _trained(plan: Plan, dataset: str, progress: Progress) -> tuple[Classifier, Samples, Path]:
+    """A classifier trained on the data set's own images, these, and the folder that it is kept in."""
     few = plan.backbone == VGG and plan.fidelity is not None
     train = plan.samples(dataset, "train", FEW_TRAINED if few else None)
     recipe = asdict(STAGES) if plan.learns == "stages" else None
@@ -53,18 +84,7 @@ def network(
     classifier = load_classifier(
         plan.backbone, weights=weights, num_classes=count, device=plan.device, pretrained=False
     )
-    without = [] if negatives is None else [data_fingerprint(negatives)]
-    file = home / f"branch-{key_of([asdict(config), *without])[:8]}.safetensors"
-    if not file.is_file():
-        net = _prepared(attach(_last(classifier)), classifier)
-        data: Data | Features = train
-        if plan.backbone == VGG:
-            data = pooled_cells(classifier, train, plan.output / "features", progress)
-        fit(net, data, config, negatives=negatives, cache=plan.output / "features", progress=progress)
-        if rank() == 0:
-            net.save(file)
-        wait()
-    return _prepared(load(file, _last(classifier)), classifier)
+    return classifier, train, home
 
 
 def _train(plan: Plan, train: Samples, weights: Path, progress: Progress) -> None:

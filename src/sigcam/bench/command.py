@@ -10,7 +10,7 @@ import typer
 
 from sigcam.bench.classifiers import network
 from sigcam.bench.pages import distortions, html, overhead, qualitative, write_table
-from sigcam.bench.run import ALL, DATASETS, FINE, TABLES, Plan, there
+from sigcam.bench.run import ALL, DATASETS, FINE, MASKED, TABLES, Plan, there
 from sigcam.config import FitConfig
 from sigcam.console import progress_bar
 from sigcam.dist import rank, together
@@ -29,10 +29,11 @@ def run_bench(target: str, plan: Plan, threads: int | None) -> None:
         raise DataError(f"there is no target {target!r}: choose one of {', '.join(TARGETS)}.")
     need_report()
     if not plan.data.is_dir():
-        raise DataError(f"{plan.data} does not exist: give the folder that holds cub, cars, ilsvrc or pets.")
+        raise DataError(f"{plan.data} does not exist: give the folder that holds {', '.join(DATASETS)}.")
     there(plan, FINE if target == "overhead" else TABLES[target][1] if target in TABLES else DATASETS)
     if threads:
         torch.set_num_threads(threads)
+    failed = list[str]()
     with together(plan.device) as device:
         plan = replace(plan, device=usable_device(device))
         first = rank() == 0
@@ -44,13 +45,21 @@ def run_bench(target: str, plan: Plan, threads: int | None) -> None:
                 if target == "all" and not any(plan.has(dataset) for dataset in needed):
                     typer.echo(f"{name} is left out: {plan.data} has none of {', '.join(needed)}.", err=True)
                     continue
-                rows = make(plan, progress)
+                try:
+                    rows = make(plan, progress)
+                except DataError as error:
+                    if target != "all":
+                        raise
+                    failed.append(f"{name} could not be made: {error}")
+                    continue
                 if first:
                     write_table(plan, name, rows)
     if first:  # alone: the other processes have gone
         with progress_bar() as progress:
             _alone(target, plan, progress)
         _finish(plan)
+    if failed:
+        raise DataError(" ".join(failed))
 
 
 def _alone(target: str, plan: Plan, progress: Progress) -> None:
@@ -61,8 +70,8 @@ def _alone(target: str, plan: Plan, progress: Progress) -> None:
         return
     for dataset in there(plan, DATASETS):
         qualitative(plan, dataset, progress)
-    if plan.has("pets"):
-        distortions(plan, network(plan, "pets", FitConfig(seed=plan.seed), progress), "pets")
+    for dataset in filter(plan.has, MASKED):
+        distortions(plan, network(plan, dataset, FitConfig(seed=plan.seed), progress), dataset)
 
 
 def _finish(plan: Plan) -> None:

@@ -17,7 +17,7 @@ from PIL import Image
 
 from sigcam.bench.classifiers import network
 from sigcam.bench.paper import OVERHEAD, ROWS
-from sigcam.bench.run import FINE, Plan, Row, published, row_name, there
+from sigcam.bench.run import FINE, Plan, Row, methods_of, published, row_name, there
 from sigcam.boxes import scaled_boxes
 from sigcam.config import FitConfig
 from sigcam.draw import grid, overlay, with_boxes
@@ -296,7 +296,7 @@ def qualitative(plan: Plan, dataset: str, progress: Progress, rows: int = 6) -> 
     """Maps of some test pictures by each head, predicted box green, ground truth red."""
     net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
     samples = plan.samples(dataset, "test", rows)
-    names = [*[*ROWS][:2], *[*ROWS][4:], "sigmoid, clamped, enlarged"]
+    names, method = [*[*ROWS][:2], *[*ROWS][4:], "sigmoid, clamped, enlarged"], methods_of(net)[0]
     drawn, captions = list[list[Any]](), list[list[str]]()
     for number, sample in enumerate(samples):
         picture = sample.open()
@@ -310,7 +310,7 @@ def qualitative(plan: Plan, dataset: str, progress: Progress, rows: int = 6) -> 
         for name in names:
             branch, clamp = ROWS.get(name, ("sigmoid", True))
             zoom = plan.zoom if name not in ROWS else 1.0
-            ex = explain(net, [picture], "cam", branch=branch, clamp=clamp, zoom=zoom)  # type: ignore[arg-type]
+            ex = explain(net, [picture], method, branch=branch, clamp=clamp, zoom=zoom)  # type: ignore[arg-type]
             shown = with_boxes(overlay(picture, ex.maps[0]), truth, "#e53935")
             line.append(with_boxes(shown, ex.boxes(0.2)[0].tolist()))
             score = ex.probability if branch == "softmax" else ex.evidence
@@ -333,7 +333,7 @@ def distortions(plan: Plan, net: DualBranch, dataset: str) -> Path | None:
     from sigcam.demo import distortions_figure
 
     samples = plan.samples(dataset, "test", 64)
-    if all(sample.open_mask is None for sample in samples):
+    if not net.linear or all(sample.open_mask is None for sample in samples):
         return None
     path = plan.output / "figures" / f"distortions-{dataset}.png"
     path.parent.mkdir(parents=True, exist_ok=True)

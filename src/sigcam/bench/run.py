@@ -41,7 +41,8 @@ LOCATING = ("max_box_acc_v2", "gt_known_loc", "top1_loc", "top1_cls")
 FIDELITY = ("average_drop", "increase_in_confidence", "mean_map")
 BRANCHES: Any = ("softmax", "centred", "sigmoid")
 FINE = ("cub", "cars")  # the data sets of fine-grained classes, in the order of choice
-DATASETS = (*FINE, "ilsvrc", "pets")
+MASKED = ("openimages", "pets")  # those with masks
+DATASETS = (*FINE, "ilsvrc", *MASKED)
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,14 @@ class Plan:
     """What to run on, and with which classifier.
 
     Args:
-        data: folder with the data sets, each under its name: cub, cars, ilsvrc, pets.
+        data: folder with the data sets, each under its name: cub, cars, ilsvrc, openimages, pets.
         output: tables, figures, and the work so far.
         fidelity: how many images confidence is measured on, drawn with the seed; None for all.
         locating: the same for boxes and masks.
         zoom: how much larger the images of the finer rows are; 1 leaves these rows out.
-        learns: what of the classifier is trained on the data: a linear probe, or its last stages too.
+        classifiers: folder with NAME/classifier.safetensors for each data set, trained before.
+        learns: what of the classifier is trained on the data, if it is not: a linear probe, or its last
+            stages too.
     """
 
     data: Path
@@ -63,6 +66,7 @@ class Plan:
     locating: int | None = None
     zoom: float = 2.0
     backbone: str = "embedded"
+    classifiers: Path | None = None
     learns: Literal["probe", "stages"] = "probe"
     device: str = "cpu"
     batch_size: int = 16
@@ -89,6 +93,18 @@ class Plan:
         short = self.backbone.rpartition(":")[2] if self.backbone.count(":") < 2 else "file"
         return short if self.learns == "probe" else f"{short}-{self.learns}"
 
+    def given(self, dataset: str) -> Path | None:
+        """The data set's classifier, if it was trained before. On ImageNet it may be a published one."""
+        if self.classifiers is None:
+            return None
+        path = self.classifiers / dataset / "classifier.safetensors"
+        if not path.is_file() and dataset == "ilsvrc":
+            return None
+        if not path.is_file():
+            how = f"`sigcam train-classifier --model {self.backbone} --data {self.data / dataset}"
+            raise DataError(f"{path} does not exist: {how} --output {path.parent}` makes it.")
+        return path
+
     def has(self, dataset: str) -> bool:
         """Whether the data set is there."""
         return (self.data / dataset).is_dir()
@@ -103,9 +119,8 @@ def measured(
     """A row for each method and branch, clamped and not, with intervals and the differences from the softmax
     head's signed maps (`delta`) and, of clamped ones, from its clamped maps (`beside`). They come from the
     output folder if this very evaluation was done before."""
-    samples = match_classes(
-        _unseen(samples) if dataset == "ilsvrc" else samples, net.classes, net.class_names
-    )
+    shipped = dataset == "ilsvrc" and plan.backbone == "embedded"
+    samples = match_classes(_unseen(samples) if shipped else samples, net.classes, net.class_names)
     prints = fingerprint(net.origin), fingerprint(net.sigmoid), data_fingerprint(samples)
     path = plan.output / "parts" / f"{name}-{key_of((name, prints, how, plan.batch_size, CONTROL))[:12]}.json"
     if path.is_file():
@@ -202,7 +217,8 @@ def table1(plan: Plan, progress: Progress) -> list[Row]:
 
 def confidence_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progress) -> list[Row]:
     """What masks keep of the confidence."""
-    how: Any = {"methods": METHODS, "branches": BRANCHES, "clamps": (False, True), "metrics": FIDELITY}
+    how: Any = {"branches": BRANCHES, "clamps": (False, True), "metrics": FIDELITY}
+    how |= {"methods": methods_of(net)}
     samples = plan.samples(dataset, "test", plan.fidelity)
     name = f"confidence-{plan.called}-{dataset}"
     return measured(plan, name, net, dataset, samples, progress, scorers=("softmax", "branch"), **how)
@@ -220,33 +236,41 @@ def table2(plan: Plan, progress: Progress) -> list[Row]:
 def locating_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progress) -> list[Row]:
     """How well maps locate objects."""
     rows = list[Row]()
-    metrics = ("pxap", "top1_cls") if dataset == "pets" else LOCATING
+    methods = methods_of(net)
     for zoom in dict.fromkeys((1.0, plan.zoom)):
         samples = plan.samples(dataset, "test", plan.locating if zoom == 1 else plan.fewer)
-        how: Any = {"methods": METHODS[:2] if zoom == 1 else METHODS[:1], "branches": BRANCHES}
-        how |= {"clamps": (False, True), "metrics": metrics, "zoom": zoom}
+        how: Any = {"methods": methods[:2] if zoom == 1 else methods[:1], "branches": BRANCHES}
+        how |= {"clamps": (False, True), "metrics": numbers_of(dataset), "zoom": zoom}
         name = f"locating-{plan.called}-{dataset}-x{zoom:g}"
         rows += measured(plan, name, net, dataset, samples, progress, **how)
     return rows
 
 
+def methods_of(net: DualBranch) -> tuple[str, ...]:
+    """The paper's methods; vanilla CAM where the head is a global average and a linear layer."""
+    return METHODS if net.linear else METHODS[1:]
+
+
+def numbers_of(dataset: str) -> tuple[str, ...]:
+    """What localisation is measured by: pixels where there are masks, else boxes."""
+    return ("pxap", "top1_cls") if dataset in MASKED else LOCATING
+
+
 def nwc(plan: Plan, progress: Progress) -> list[Row]:
-    """What keeping positive weights alone gives: rows of table 2 on the first data set."""
-    first = there(plan, DATASETS)[0]
-    return [row for row in table2(plan, progress) if row["dataset"] == first and row["zoom"] == 1]
+    """What keeping positive weights alone gives: rows of table 2."""
+    return [row for row in table2(plan, progress) if row["zoom"] == 1]
 
 
 def pos_weight(plan: Plan, progress: Progress) -> list[Row]:
     """The weight of a positive label: 1, half of C - 1, C - 1."""
-    dataset = there(plan, FINE)[0]
+    dataset = there(plan, (*FINE, "ilsvrc"))[0]
     samples, rows = plan.samples(dataset, "test", plan.fewer), list[Row]()
     most = len(samples.classes) - 1
     for weight in (1.0, most / 2, float(most)):
         net = network(plan, dataset, FitConfig(pos_weight=weight, seed=plan.seed), progress)
-        how: Any = {"methods": METHODS[:2], "branches": ("softmax", "sigmoid"), "clamps": (False, True)}
-        made = measured(
-            plan, f"pos-weight-{weight:g}", net, dataset, samples, progress, metrics=LOCATING, **how
-        )
+        how: Any = {"branches": ("softmax", "sigmoid"), "clamps": (False, True)}
+        how |= {"methods": methods_of(net)[:2], "metrics": LOCATING}
+        made = measured(plan, f"pos-weight-{weight:g}", net, dataset, samples, progress, **how)
         rows += [row | {"pos_weight": weight} for row in made if row["branch"] == "sigmoid" or weight == most]
     return rows
 
@@ -342,7 +366,7 @@ TABLES: dict[str, tuple[Callable[[Plan, Progress], list[Row]], tuple[str, ...]]]
     "table1": (table1, FINE),
     "table2": (table2, DATASETS),
     "nwc": (nwc, DATASETS),
-    "pos-weight": (pos_weight, FINE),
+    "pos-weight": (pos_weight, (*FINE, "ilsvrc")),
     "sources": (sources, FINE),
     "lite2": (lite2, (*FINE, "pets")),
     "stages": (stages, FINE),
@@ -362,6 +386,14 @@ def row_name(row: Row) -> str:
 BACKBONES = {"vgg16": "VGG-16", "resnet50": "ResNet-50", "inception_v3": "InceptionV3"}
 
 
+def _backbone(row: Row) -> str | None:
+    """What the paper calls the row's network, if it made this method's maps with it."""
+    scheme, _, name = row["backbone"].partition(":")
+    plain = name.removesuffix("-28").removesuffix("-cam")
+    form = plain == "resnet50" or ("-cam" in name) == (row["method"] == "cam")  # which is but one network
+    return BACKBONES.get(plain) if scheme == "wsol" and form else None
+
+
 def published(row: Row, table: str, metric: str) -> float | None:
     """The paper's number for the same data set, backbone, method and row; it scored the confidence of its
     own maps by its own branch."""
@@ -371,13 +403,12 @@ def published(row: Row, table: str, metric: str) -> float | None:
     if table == "nwc" and kind == "ours":
         kind = "ours_nwc"
     if table == "pos-weight" and kind == "ours":
-        kind = f"ours_{row['pos_weight']:g}to1"
+        kind = f"ours_{int(row['pos_weight'])}to1"
     name, _, scorer = metric.partition(":")
     if table not in ("nwc", "pos-weight"):  # tables of other classifiers hold what these two do
         table = "table1" if name in FIDELITY else "table2"
     fair = table != "table1" or kind == "baseline" or bool(scorer)
-    backbone = BACKBONES.get(row["backbone"].partition(":")[2].removesuffix("-cam"))
-    wanted = (table, backbone, row["method"], kind, row["dataset"], name)
+    wanted = (table, _backbone(row), row["method"], kind, row["dataset"], name)
     found = [
         c.value for c in PUBLISHED if (c.table, c.backbone, c.method, c.row, c.dataset, c.metric) == wanted
     ]
