@@ -144,12 +144,29 @@ def classifier(name: str) -> str:
     return f"{by_row(head, *cells, bold=len(sets))}\n{_line(above)}"
 
 
+def published() -> str:
+    """Where data set, network, method and scorer are the paper's: what masks keep, here and there."""
+
+    def line(kind: tuple[str, bool]) -> list[str]:
+        row = one("vgg16", kind, "average_drop:branch", dataset="cub", method="cam")
+        names = ("average_drop:branch", "increase_in_confidence:branch")
+        return [
+            ROWS[kind],
+            *(" / ".join(f"{held[n]:.1f}" for n in names) for held in (row, row["published"])),
+        ]
+
+    return table(
+        ["CAM, scored by its own branch", "here", "the paper"], [line(("softmax", False)), line(METHOD)]
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "localisation": localisation,
     "differences": differences,
     "confidence": confidence,
     "sources": sources,
     "pos-weight": pos_weight,
+    "published": published,
     **{name: partial(classifier, name) for name in ("vgg16", "lite2", "stages")},
 }
 

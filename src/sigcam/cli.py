@@ -290,7 +290,7 @@ def bench(
     ] = None,
     output: Output = Path("bench"),
     full: Annotated[
-        bool, typer.Option("--full", help="Measure confidence on all images, not on 300.")
+        bool, typer.Option("--full", help="Measure everything on all images, draw no sample.")
     ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="A first look: 100 images, nothing enlarged.")
