@@ -35,7 +35,7 @@ from sigcam.result import Result
 Row = dict[str, Any]
 BASELINE = ("softmax", False)
 CONTROL = ("softmax", True)  # what clamped maps of other heads are compared with besides
-FEWER = 500  # images of rows beside the paper's: enlarged ones, other classifiers, other fits
+FEWER = 500  # images of other classifiers and other fits than the paper's
 FEWEST = 100  # of these, where confidence is measured
 LOCATING = ("max_box_acc_v2", "gt_known_loc", "top1_loc", "top1_cls")
 FIDELITY = ("average_drop", "increase_in_confidence", "mean_map")
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def fewer(self) -> int | None:
-        """How many images rows beside the paper's own are measured on."""
+        """How many images other classifiers and other fits are measured on."""
         return self.locating or (None if self.fidelity is None else FEWER)
 
     @property
@@ -238,7 +238,7 @@ def locating_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progress)
     rows = list[Row]()
     methods = methods_of(net)
     for zoom in dict.fromkeys((1.0, plan.zoom)):
-        samples = plan.samples(dataset, "test", plan.locating if zoom == 1 else plan.fewer)
+        samples = plan.samples(dataset, "test", plan.locating)
         how: Any = {"methods": methods[:2] if zoom == 1 else methods[:1], "branches": BRANCHES}
         how |= {"clamps": (False, True), "metrics": numbers_of(dataset), "zoom": zoom}
         name = f"locating-{plan.called}-{dataset}-x{zoom:g}"
