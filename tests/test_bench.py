@@ -243,6 +243,17 @@ def test_sources_tell_clamping_centring_training_and_penalty_apart(plan: Plan) -
     assert all(0 <= row["auroc_nothing"] <= 100 for row in rows if row["branch"] != "centred")
 
 
+def test_the_shift_of_a_head_is_the_part_that_no_probability_sees() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 2, 1), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    model.append(torch.nn.Linear(2, 2))
+    net = attach(model.eval(), example=torch.randn(1, 3, 8, 8))
+    weight = net.last_layer("softmax").get_parameter("weight").data
+    weight.copy_(torch.tensor([[3.0, 4.0], [3.0, -4.0]]))  # rows of length 5, a mean of length 3
+    assert bench_run.shift_of(net) == pytest.approx(60.0)
+    weight.sub_(weight.mean(0))
+    assert bench_run.shift_of(net) == pytest.approx(0.0)
+
+
 def test_masks_are_scored_by_pixels_and_imagenet_keeps_the_published_head(plan: Plan) -> None:
     birds(plan.data, "openimages", masks=True)
     birds(plan.data, "ilsvrc", seed=1)

@@ -242,8 +242,19 @@ def locating_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progress)
         how: Any = {"methods": methods[:2] if zoom == 1 else methods[:1], "branches": BRANCHES}
         how |= {"clamps": (False, True), "metrics": numbers_of(dataset), "zoom": zoom}
         name = f"locating-{plan.called}-{dataset}-x{zoom:g}"
-        rows += measured(plan, name, net, dataset, samples, progress, **how)
+        made = measured(plan, name, net, dataset, samples, progress, **how)
+        rows += [row | {"shift": shift_of(net)} for row in made]
     return rows
+
+
+def shift_of(net: DualBranch) -> float | None:
+    """How long the mean over classes of the softmax head's rows is, in percent of a row: the part of the
+    head that no probability depends on."""
+    found = gap_weight(net.last_layer("softmax"))
+    if found is None:
+        return None
+    weight = found[0].detach()
+    return float(100 * weight.mean(0).norm() / weight.norm(dim=1).mean())
 
 
 def methods_of(net: DualBranch) -> tuple[str, ...]:
