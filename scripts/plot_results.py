@@ -5,14 +5,12 @@ python scripts/plot_results.py
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+from write_results import ROOT, rows_of
 
-ROOT = Path(__file__).parents[1]
 NAMES = {
     ("softmax", False): "softmax, signed (baseline)",
     ("softmax", True): "softmax, clamped",
@@ -28,14 +26,6 @@ TITLES = {
     "ilsvrc": "ImageNet, boxes",
     "pets": "Pets, pixels (PxAP)",
 }
-
-
-def rows_of(table: str) -> list[dict[str, Any]]:
-    """The rows of a committed table."""
-    rows: list[dict[str, Any]] = json.loads((ROOT / "benchmarks/results" / f"{table}.json").read_text())[
-        "rows"
-    ]
-    return rows
 
 
 def save(figure: Any, name: str) -> None:
