@@ -154,6 +154,13 @@ def test_fidelity_has_both_scorers_and_the_mean_map(plan: Plan) -> None:
     assert same["layer-cam", "sigmoid"] == same["grad-cam", "sigmoid"]  # by an identity: one evaluation
 
 
+def test_fewer_images_can_be_learned_from(plan: Plan) -> None:
+    told = list[tuple[str, int]]()
+    few = replace(plan, learning=12)
+    network(few, "cub", FitConfig(), lambda stage, done, total: told.append((stage, total)))
+    assert {total for stage, total in told if stage == "features"} == {12}
+
+
 def test_the_weight_of_positives_is_tried_at_three_values(plan: Plan) -> None:
     rows = bench_run.pos_weight(plan, QUIET)
     assert {row["pos_weight"] for row in rows} == {1.0, 2.0}  # C - 1 is 2, half of it 1

@@ -293,7 +293,7 @@ def bench(
         bool, typer.Option("--full", help="Measure everything on all images, draw no sample.")
     ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A first look: 100 images, nothing enlarged.")
+        bool, typer.Option("--quick", help="A first look: 100 images, 1000 to learn from, nothing enlarged.")
     ] = False,
     batch_size: BatchSize = 16,
     workers: Workers = 0,
@@ -308,6 +308,7 @@ def bench(
     some, zoom = (100, 1.0) if quick else (None, 2.0)
     confidence = None if full else some or 300
     where: Any = {"device": device, "batch_size": batch_size, "workers": workers, "seed": seed}
+    where |= {"learning": 1000 if quick else None}
     plan = Plan(data, output, confidence, some, zoom, model, classifiers, **where)
     run_bench(target, plan, threads)
 

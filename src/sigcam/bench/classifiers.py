@@ -47,7 +47,7 @@ def network(
         classifier = load_classifier("embedded", device=plan.device)
         return _prepared(load(SHIPPED, _last(classifier)), classifier)
     if given or dataset == "ilsvrc":  # a trained one, or one with its published head
-        train = plan.samples(dataset, "train", None)
+        train = plan.samples(dataset, "train", plan.learning)
         classifier = load_classifier(plan.backbone, weights=given, device=plan.device)
         made_of = key_of((plan.backbone, fingerprint(classifier.model), data_fingerprint(train)))[:8]
         home = plan.output / "models" / f"{dataset}-given-{made_of}"
@@ -70,8 +70,8 @@ def network(
 
 def _trained(plan: Plan, dataset: str, progress: Progress) -> tuple[Classifier, Samples, Path]:
     """A classifier trained on the data set's own images, these, and the folder that it is kept in."""
-    few = plan.backbone == VGG and plan.fidelity is not None
-    train = plan.samples(dataset, "train", FEW_TRAINED if few else None)
+    few = FEW_TRAINED if plan.backbone == VGG and plan.fidelity is not None else None
+    train = plan.samples(dataset, "train", plan.learning or few)
     recipe = asdict(STAGES) if plan.learns == "stages" else None
     made_of = key_of((plan.backbone, plan.learns, recipe, plan.seed, data_fingerprint(train)))[:8]
     home = plan.output / "models" / f"{dataset}-{plan.learns}-{made_of}"

@@ -58,6 +58,7 @@ class Plan:
         classifiers: folder with NAME/classifier.safetensors for each data set, trained before.
         learns: what of the classifier is trained on the data, if it is not: a linear probe, or its last
             stages too.
+        learning: how many images classifiers and branches learn from; None for all.
     """
 
     data: Path
@@ -68,6 +69,7 @@ class Plan:
     backbone: str = "embedded"
     classifiers: Path | None = None
     learns: Literal["probe", "stages"] = "probe"
+    learning: int | None = None
     device: str = "cpu"
     batch_size: int = 16
     workers: int = 0
@@ -295,7 +297,7 @@ def sources(plan: Plan, progress: Progress) -> list[Row]:
     if dataset != "cars" and plan.has("cars"):  # no pets: the score is tried on these
         fits["L2 0.1, with negatives"] = FitConfig(l2=0.1, seed=plan.seed)
     for number, (said, config) in enumerate(fits.items()):
-        negatives = plan.samples("cars", "train", None) if "negatives" in said else None
+        negatives = plan.samples("cars", "train", plan.learning) if "negatives" in said else None
         net = network(plan, dataset, config, progress, negatives)
         how: Any = {"methods": METHODS[:1], "clamps": (False, True), "metrics": LOCATING[:2]}
         made = measured(plan, f"sources-{number}", net, dataset, samples, progress, branches=BRANCHES, **how)
