@@ -10,15 +10,8 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 from write_results import ROOT, rows_of
+from write_results import ROWS as NAMES
 
-NAMES = {
-    ("softmax", False): "softmax, signed (baseline)",
-    ("softmax", True): "softmax, clamped",
-    ("centred", False): "centred, signed",
-    ("centred", True): "centred, clamped",
-    ("sigmoid", False): "sigmoid, signed",
-    ("sigmoid", True): "sigmoid, clamped (the method)",
-}
 COLOURS = {"softmax": "#9a6a00", "centred": "#5b5bd6", "sigmoid": "#0a7d55"}
 TITLES = {
     "cub": "CUB, boxes",
@@ -117,7 +110,7 @@ def sources() -> None:
             ):
                 continue
             style = "-" if row["clamp"] else "--"
-            name = NAMES[row["branch"], row["clamp"]].replace(" (baseline)", "")
+            name = NAMES[row["branch"], row["clamp"]].replace(" (the paper's baseline)", "")
             name = name if metric == "max_box_acc_v2" else "softmax probability"
             axis.axhline(
                 row[metric], color=COLOURS[row["branch"]], linestyle=style, linewidth=1.2, label=name

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +38,7 @@ def network(
     """The classifier of a data set with a fitted branch, which is kept in the output folder; the embedded
     classifier comes with one for ImageNet."""
     given = plan.given(dataset)
-    if (
-        dataset == "ilsvrc"
-        and plan.backbone == "embedded"
-        and not given
-        and config == FitConfig(seed=plan.seed)
-    ):
+    if plan.ships(dataset) and config == FitConfig(seed=plan.seed):
         classifier = load_classifier("embedded", device=plan.device)
         return _prepared(load(SHIPPED, _last(classifier)), classifier)
     if given or dataset == "ilsvrc":  # a trained one, or one with its published head
@@ -98,7 +93,8 @@ def _train(plan: Plan, train: Samples, weights: Path, progress: Progress) -> Non
         train_probe(classifier, train, seed=plan.seed, workers=plan.workers, progress=progress)
         if plan.learns == "stages":  # from the probe on: a new head would shake the features first
             checkpoint = weights.with_name("checkpoint.pt")
-            train_classifier(classifier, train, STAGES, checkpoint=checkpoint, progress=progress)
+            how = replace(STAGES, seed=plan.seed, workers=plan.workers)
+            train_classifier(classifier, train, how, checkpoint=checkpoint, progress=progress)
             checkpoint.unlink(missing_ok=True)
     save_classifier(weights, classifier.model, spec=plan.backbone, classes=train.classes)
 

@@ -100,12 +100,16 @@ class Plan:
         if self.classifiers is None:
             return None
         path = self.classifiers / dataset / "classifier.safetensors"
-        if not path.is_file() and dataset == "ilsvrc":
+        if path.is_file():
+            return path
+        if dataset == "ilsvrc":
             return None
-        if not path.is_file():
-            how = f"`sigcam train-classifier --model {self.backbone} --data {self.data / dataset}"
-            raise DataError(f"{path} does not exist: {how} --output {path.parent}` makes it.")
-        return path
+        how = f"`sigcam train-classifier --model {self.backbone} --data {self.data / dataset}"
+        raise DataError(f"{path} does not exist: {how} --output {path.parent}` makes it.")
+
+    def ships(self, dataset: str) -> bool:
+        """Whether the classifier is the one that comes with a branch, fitted on images of the data set."""
+        return dataset == "ilsvrc" and self.backbone == "embedded" and not self.given(dataset)
 
     def has(self, dataset: str) -> bool:
         """Whether the data set is there."""
@@ -121,8 +125,8 @@ def measured(
     """A row for each method and branch, clamped and not, with intervals and the differences from the softmax
     head's signed maps (`delta`) and, of clamped ones, from its clamped maps (`beside`). They come from the
     output folder if this very evaluation was done before."""
-    shipped = dataset == "ilsvrc" and plan.backbone == "embedded"
-    samples = match_classes(_unseen(samples) if shipped else samples, net.classes, net.class_names)
+    samples = _unseen(samples) if plan.ships(dataset) else samples
+    samples = match_classes(samples, net.classes, net.class_names)
     prints = fingerprint(net.origin), fingerprint(net.sigmoid), data_fingerprint(samples)
     path = plan.output / "parts" / f"{name}-{key_of((name, prints, how, plan.batch_size, CONTROL))[:12]}.json"
     if path.is_file():
