@@ -101,7 +101,7 @@ def embedded() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
     """Somebody's own model and folder, with two branches of it to compare."""
     place = tmp_path_factory.mktemp("own")
     (place / "net.py").write_text(NET)
@@ -117,7 +117,12 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         net.transform = classifier.transform
         fit(net, open_dataset(place / "data"), FitConfig(l2=l2))
         net.save(place / name)
-    with served(*model, "--branch", place / "a", "--compare-branch", place / "b") as url:
+    return (*model, "--branch", place / "a", "--compare-branch", place / "b")
+
+
+@pytest.fixture(scope="session")
+def own(options: tuple[object, ...]) -> Iterator[str]:
+    with served(*options) as url:
         yield url
 
 
@@ -360,8 +365,8 @@ def test_the_folder_is_sorted_by_disagreement_and_a_picture_opened_from_there(br
         )
 
 
-def test_a_branch_is_fitted_from_the_page(browser, own):
-    with visit(browser, own) as page:
+def test_a_branch_is_fitted_from_the_page(browser, options):
+    with served(*options) as url, visit(browser, url) as page:  # it stays there, for whoever comes next
         page.click("role=tab[name='Fit a branch']")
         page.click("#fit")
         page.wait_for_selector("text=held-out mean average precision", timeout=60_000)
