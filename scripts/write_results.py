@@ -117,7 +117,7 @@ def sources() -> str:
 
 
 def pos_weight() -> str:
-    weights = dict.fromkeys(row["pos_weight"] for row in rows_of("pos-weight"))
+    weights = dict.fromkeys(row["pos_weight"] for row in rows_of("pos-weight") if "pos_weight" in row)
     lines = [[f"{w:g}", *signed_clamped("pos-weight", "sigmoid", pos_weight=w)] for w in weights]
     return table(["positive weight", "signed", "clamped"], lines)
 

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import tarfile
 from dataclasses import replace
@@ -27,13 +28,15 @@ from sigcam.bench import run as bench_run
 from sigcam.bench.classifiers import network
 from sigcam.bench.command import TARGETS, run_bench
 from sigcam.bench.pages import html, markdown, overhead, qualitative, verdict, write_table
-from sigcam.bench.paper import METHODS, PUBLISHED, ROWS
-from sigcam.bench.run import Plan, published
+from sigcam.bench.paper import METHODS, PUBLISHED, ROWS, published
+from sigcam.bench.run import Plan
 from sigcam.bench.vgg import ArraysOnly
+from sigcam.bootstrap import Interval
 from sigcam.config import FitConfig
 from sigcam.dual import attach
 from sigcam.errors import DataError, ModelError
 from sigcam.models import load_classifier, save_classifier
+from sigcam.quality import auroc
 
 QUIET: Any = lambda stage, done, total: None  # noqa: E731
 
@@ -163,8 +166,9 @@ def test_fewer_images_can_be_learned_from(plan: Plan) -> None:
 
 def test_the_weight_of_positives_is_tried_at_three_values(plan: Plan) -> None:
     rows = bench_run.pos_weight(plan, QUIET)
-    assert {row["pos_weight"] for row in rows} == {1.0, 2.0}  # C - 1 is 2, half of it 1
-    assert {row["branch"] for row in rows if row["pos_weight"] == 1.0} == {"sigmoid"}
+    assert [row.get("pos_weight") for row in rows] == [None] * 8 + [1] * 4 + [2] * 4  # C - 1 is 2
+    assert {row["branch"] for row in rows[:8]} == {"softmax", "centred"}  # which no weight shapes
+    assert {row["branch"] for row in rows[8:]} == {"sigmoid"}
 
 
 def test_published_cells_are_the_papers_and_only_where_backbone_and_data_coincide() -> None:
@@ -193,16 +197,19 @@ def test_published_cells_are_the_papers_and_only_where_backbone_and_data_coincid
     assert published({**wide, "backbone": "torchvision:resnet50"}, "nwc", "max_box_acc_v2") is None
     assert published(wide, "nwc", "max_box_acc_v2") == 64.73
     assert published({**wide, "clamp": False}, "nwc", "max_box_acc_v2") == 55.78
-    assert published({**wide, "pos_weight": 1.0}, "pos-weight", "max_box_acc_v2") == 61.54
-    assert published({**wide, "pos_weight": 499.5}, "pos-weight", "max_box_acc_v2") == 64.59
+    assert published({**wide, "pos_weight": 1}, "pos-weight", "max_box_acc_v2") == 61.54
+    assert published({**wide, "pos_weight": 499}, "pos-weight", "max_box_acc_v2") == 64.59
     assert published({**wide, "dataset": "openimages"}, "table2", "pxap") == 60.49
+    assert published(wide, "nwc", "gt_known_loc") is None  # of any box; the paper counted the first
+    assert published(wide, "nwc", "gt_known_loc_first") == 62.68
 
 
 def row(
     value: float, delta: tuple[float, float, float] | None = None, metric: str = "max_box_acc_v2"
 ) -> dict[str, Any]:
     return {
-        **{"dataset": "cub", "backbone": "embedded", "method": "cam", "zoom": 1.0, "images": 9},
+        **{"dataset": "cub", "backbone": "embedded", "classifier": "a linear probe", "method": "cam"},
+        **{"zoom": 1.0, "images": 9, "beside": {}},
         **{"branch": "softmax" if delta is None else "sigmoid", "clamp": delta is not None, metric: value},
         **{
             "intervals": {metric: [value - 1, value + 1]},
@@ -222,14 +229,16 @@ def test_losses_are_printed_as_losses(plan: Plan) -> None:
     assert verdict(row(40.0, (10.0, 8.0, 12.0), "mean_map"), "mean_map") is None
 
 
-def test_two_processes_make_the_table_of_one(plan: Plan, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("table", "rows"), [("table2", 24), ("sources", 12)])
+def test_two_processes_make_the_table_of_one(plan: Plan, tmp_path: Path, table: str, rows: int) -> None:
+    birds(plan.data, "pets", per_class=30, seed=1, masks=True)  # more than a chunk of features
     found = []
     for processes in (1, 2):
         output = tmp_path / f"by{processes}"
         words = ("--data", plan.data, "--model", plan.backbone, "--output", output, "--quick")
-        start(processes, "bench", "table2", *words, "--batch-size", 8, "--threads", 1)
-        found.append(json.loads((output / "table2.json").read_text())["rows"])
-    assert len(found[0]) == len(found[1]) == 12
+        start(processes, "bench", table, *words, "--batch-size", 8, "--threads", 1)
+        found.append(json.loads((output / f"{table}.json").read_text())["rows"])
+    assert len(found[0]) == len(found[1]) == rows
     for one, two in zip(*found, strict=True):
         assert {k: v for k, v in one.items() if k != "intervals"} == {
             k: v for k, v in two.items() if k != "intervals"
@@ -247,7 +256,20 @@ def test_sources_tell_clamping_centring_training_and_penalty_apart(plan: Plan) -
     assert fits == ["L2 0.1", "L2 0.01", "L2 0.001", "L2 0.0001", "L2 0.1, with negatives"]
     signed = {row["fit"]: row for row in rows if row["branch"] == "sigmoid" and not row["clamp"]}
     assert len({row["auroc_nothing"] for row in signed.values()}) > 1  # other weights
-    assert all(0 <= row["auroc_nothing"] <= 100 for row in rows if row["branch"] != "centred")
+    for row in rows:
+        if row["branch"] != "centred":
+            low, high = row["intervals"]["auroc_nothing"]
+            assert 0 <= low <= row["auroc_nothing"] <= high <= 100
+
+
+def test_the_best_score_is_judged_by_pairs_of_images() -> None:
+    inside, outside = torch.randn(40) + 1, torch.randn(30)
+    inside[:3] = outside[:3]  # a tie counts half
+    found = bench_run.told_apart(inside, outside)
+    targets = torch.cat([torch.ones(40, 1), torch.zeros(30, 1)])
+    assert found.value == pytest.approx(100 * float(auroc(torch.cat([inside, outside])[:, None], targets)))
+    assert found.low < found.value < found.high
+    assert bench_run.told_apart(inside + 9, outside) == Interval(100.0, 100.0, 100.0)
 
 
 def test_the_shift_of_a_head_is_the_part_that_no_probability_sees() -> None:
@@ -298,15 +320,52 @@ def test_all_makes_what_it_can_and_then_says_what_it_could_not(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(plan: Plan, progress: Any) -> Any:
-        raise DataError("no split is called train.")
+        raise ModelError("no such head.")
 
     monkeypatch.setitem(bench_run.TABLES, "table1", (broken, ("cub",)))
+    monkeypatch.setattr(command, "overhead", broken)
     monkeypatch.setattr(command, "ALL", ("table1", "table2"))
-    with pytest.raises(DataError, match=r"table1 could not be made: no split is called train\."):
+    with pytest.raises(DataError, match=r"table1 could not be made: no such head\. overhead could not"):
         run_bench("all", plan, None)
     made = {path.name for path in plan.output.iterdir()}
-    assert {"table2.json", "overhead.json", "index.html", "figures"} <= made
-    assert "table1.json" not in made
+    assert {"table2.json", "index.html", "manifest.json", "figures"} <= made
+    assert not {"table1.json", "overhead.json"} & made
+
+
+def test_images_that_were_learned_from_are_not_measured(plan: Plan) -> None:
+    home = plan.data / "cub"
+    shutil.rmtree(home / "metadata")
+    for name, bird in (("train", "robin"), ("test", "wren")):  # class folders, of no split
+        (home / "images" / name).rename(home / bird)
+    (home / "images").rmdir()
+    with pytest.raises(DataError, match=r"72 of 72 images, the first .*, are in both splits of .*cub: "):
+        bench_run.table1(plan, QUIET)
+
+
+@pytest.mark.parametrize("change", ["pictures", "masks", "graph", "threads"])
+def test_what_was_measured_of_other_files_is_not_taken(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    shutil.rmtree(plan.data / "cub")
+    birds(plan.data, "openimages", masks=True)
+    run_bench("table2", plan, None)
+    home, model = plan.data / "openimages", Path(plan.backbone.split(":")[1])
+    told, real = list[int](), bench_run.evaluate
+    monkeypatch.setattr(bench_run, "evaluate", lambda *a, **how: told.append(1) or real(*a, **how))
+    run_bench("table2", plan, None)
+    assert not told
+    if change == "graph":  # the same weights, other strides
+        model.write_text(model.read_text().replace("Conv2d(3, 16, 5, 4, 2)", "Conv2d(3, 16, 5, 2, 2)"))
+    elif change != "threads":
+        kind = "images" if change == "pictures" else "masks"
+        for path in (home / kind / "test").iterdir():
+            Image.fromarray(255 - np.asarray(Image.open(path))).save(path)
+    threads = torch.get_num_threads()
+    try:
+        run_bench("table2", plan, threads + 1 if change == "threads" else None)
+    finally:
+        torch.set_num_threads(threads)
+    assert told
 
 
 def test_another_classifier_is_tried_on_fewer_images_of_each_data_set(plan: Plan) -> None:

@@ -335,7 +335,8 @@ def test_the_result_is_a_table_and_json_with_its_provenance(net: DualBranch, sam
     lines = result.table().splitlines()
     assert lines[0].split("  ")[0] == "metric" and "cam softmax" in lines[0] and "cam sigmoid" in lines[0]
     assert f"{result.value('gt_known_loc', branch='sigmoid'):.2f}" in result.table()
-    assert f"{COUNT} images" in lines[-1]
+    assert f"{COUNT} images" in lines[-2]
+    assert lines[-1].startswith("confidence, softmax: ") and "for all branches alike" in lines[-1]
     refuses(lambda: result.value("gt_known_loc"), "2 of", "branch")
     refuses(lambda: result.value("gt_known_lok"), "0 of")
 

@@ -128,9 +128,20 @@ def test_cub_without_boxes_has_none(cub: Path) -> None:
         ("bounding_boxes.txt", "1 1 1 1 1\n2 1 1 -1 1\n3 1 1 1 1", ["bounding_boxes.txt line 2", "inverted"]),
         ("bounding_boxes.txt", "1 1 1 1 1\n2 1 1 1\n3 1 1 1 1", ["bounding_boxes.txt line 2", "width"]),
         ("bounding_boxes.txt", "1 1 1 1 1\n2 nan 1 1 1\n3 1 1 1 1", ["bounding_boxes.txt line 2"]),
+        (
+            "bounding_boxes.txt",
+            "1 1 1 1 1\n3 1 1 1 1\n2 5 5 36 2",
+            ["bounding_boxes.txt line 3", "b.jpg", "(5, 5, 41, 7)", "40 x 30"],
+        ),
+        ("bounding_boxes.txt", "1 1 1 1 1\n2 1 1 1 1\n3 0 0 1 1e300", ["line 3", "c.jpg", "40 x 30"]),
         ("images.txt", "1 001.Black/a_46.jpg\n2 001.Black/gone.jpg", ["images.txt line 2", "gone.jpg"]),
         ("images.txt", "1 001.Black/a_46.jpg\n1 001.Black/b.jpg", ["images.txt line 2", "line 1"]),
         ("images.txt", "x.jpg", ["images.txt line 1", "number"]),
+        (
+            "images.txt",
+            "1 001.Black/a_46.jpg\n2 001.Black/b.jpg\n\n3 001.Black/a_46.jpg",
+            ["images.txt line 4", "a_46.jpg", "line 1"],
+        ),
     ],
 )
 def test_a_mistake_in_cubs_lists_is_named_by_file_and_line(
@@ -138,6 +149,14 @@ def test_a_mistake_in_cubs_lists_is_named_by_file_and_line(
 ) -> None:
     write(cub / file, text)
     refuses(lambda: open_dataset(cub, split="train"), *words)
+
+
+def test_a_cub_box_may_end_at_the_edge_of_the_stored_picture(cub: Path) -> None:
+    turned = Image.new("RGB", (40, 30))
+    turned.getexif()[0x0112] = 6
+    turned.save(cub / "images/001.Black/b.jpg", exif=turned.getexif())
+    write(cub / "bounding_boxes.txt", "1 1 1 1 1\n2 0.4 0 39.6 30\n3 1 1 1 1")
+    assert open_dataset(cub, split="train")[0].boxes == ((0, 0, 40, 30),)
 
 
 def test_a_split_that_a_data_set_does_not_have_is_never_replaced(cub: Path) -> None:
@@ -194,6 +213,15 @@ def test_cars_of_the_test_split_have_no_label_where_the_file_has_none(tmp_path: 
         ({"bbox_x2": 0}, ["cars_train_annos.mat annotation 1", "inverted"]),
         ({"class": 3}, ["cars_train_annos.mat annotation 1", "class 3 of 2"]),
         ({"fname": "gone.jpg"}, ["cars_train_annos.mat annotation 1", "gone.jpg", "cars_train"]),
+        ({"fname": "00001.jpg"}, ["cars_train_annos.mat annotation 2", "00001.jpg", "annotation 1 already"]),
+        ({"bbox_x2": 41}, ["annotation 1", "00001.jpg", "(1, 3, 41, 30)", "40 x 30"]),
+        ({"bbox_y2": 31}, ["annotation 1", "00001.jpg", "(1, 3, 40, 31)", "40 x 30"]),
+        ({"bbox_x1": np.zeros((0, 0))}, ["annotation 1", "00001.jpg", "'[]' as bbox_x1"]),
+        ({"bbox_y1": float("nan")}, ["annotation 1", "00001.jpg", "'nan' as bbox_y1"]),
+        ({"bbox_y2": float("inf")}, ["annotation 1", "00001.jpg", "'inf' as bbox_y2"]),
+        ({"bbox_x2": "wide"}, ["annotation 1", "00001.jpg", "'wide' as bbox_x2"]),
+        ({"class": np.zeros((0, 0))}, ["annotation 1", "00001.jpg", "'[]' as class"]),
+        ({"class": float("nan")}, ["annotation 1", "00001.jpg", "'nan' as class"]),
     ],
 )
 def test_a_mistake_in_the_cars_files_is_named(
@@ -201,6 +229,13 @@ def test_a_mistake_in_the_cars_files_is_named(
 ) -> None:
     put_cars(tmp_path, changed=changed)
     refuses(lambda: open_dataset(tmp_path, split="train"), *words)
+
+
+def test_annotations_of_cars_without_a_field_are_refused(tmp_path: Path) -> None:
+    put_cars(tmp_path)
+    io = pytest.importorskip("scipy.io")
+    io.savemat(tmp_path / "devkit" / "cars_train_annos.mat", {"annotations": np.array(["a", "b"], object)})
+    refuses(lambda: open_dataset(tmp_path, split="train"), "cars_train_annos.mat", "bbox_x1", "devkit")
 
 
 def test_a_damaged_matlab_file_is_named(tmp_path: Path) -> None:
@@ -258,6 +293,8 @@ def test_a_pet_without_trimap_has_no_mask_and_a_trimap_of_other_values_is_refuse
         ("Abyssinian_1 one 1 1", ["trainval.txt line 1", "class"]),
         ("Abyssinian_1 0 1 1", ["trainval.txt line 1", "from 1"]),
         ("Abyssinian_1 2 1 1", ["line 1", "Abyssinian", "american_bulldog"]),
+        ("#\nAbyssinian_1 99999999 1 1", ["trainval.txt line 2", "99999999", "from 1 to 100000"]),
+        (f"Abyssinian_1 {'1' * 5000} 1 1", ["trainval.txt line 1", "class"]),
         ("Abyssinian_1 1 1 1\nAbyssinian_1 1 1 1", ["trainval.txt line 2", "line 1"]),
     ],
 )
@@ -328,6 +365,17 @@ def test_bad_xml_files_are_named(tmp_path: Path) -> None:
     for text in ("<annotation>", notes((TENCH, 1, 1, 5, 5)).replace("<xmin>1<", "<xmin>one<")):
         refuses(lambda text=text: read_notes(write(tmp_path / "a.xml", text)), "a.xml")
     refuses(lambda: read_notes(write(tmp_path / "a.xml", notes((TENCH, 50, 1, 60, 5)))), "a.xml", "outside")
+    text = notes((TENCH, 1, 1, 5, 5))
+    for wrong in (text.replace("<xmax>5<", "<xmax>inf<"), f'<?xml version="1.0" encoding="klingon"?>{text}'):
+        refuses(lambda wrong=wrong: read_notes(write(tmp_path / "a.xml", wrong)), "cannot read", "a.xml")
+
+
+def test_a_box_is_held_to_the_picture_where_the_xml_file_has_no_size(tmp_path: Path) -> None:
+    put(tmp_path / "val" / TENCH / "a.JPEG")
+    file = write(tmp_path / "Annotations/val/a.xml", notes((TENCH, 1, 1, 39, 29), size=(0, 0)))
+    assert open_dataset(tmp_path, split="val")[0].boxes == ((1, 1, 39, 29),)
+    write(file, notes((TENCH, 1, 1, 41, 29), size=(0, 0)))
+    refuses(lambda: open_dataset(tmp_path, split="val"), "a.xml", "(1, 1, 41, 29)", "40 x 30")
 
 
 def test_a_flat_picture_whose_class_is_not_known_is_named(ilsvrc: Path) -> None:
@@ -404,6 +452,8 @@ def test_boxes_csv_is_in_pixels_of_the_upright_picture(folders: Path) -> None:
         ("cat/1.png,-1,2,1,20", ["boxes.csv line 1", "'-1'"]),
         ("cat/1.png,1.5,2,1,20", ["boxes.csv line 1", "'1.5'"]),
         ("cat/1.png,1,2,10,20,bird", ["boxes.csv line 1", "'bird'"]),
+        (f"cat/1.png,1,2,10,20\n{'a' * 200_000},1,2,10,20", ["boxes.csv line 2", "field limit", "quote"]),
+        (f"cat/1.png,1,2,{'1' * 5000},20", ["boxes.csv line 1", "cat/1.png", "'111", "...", "whole"]),
     ],
 )
 def test_a_mistake_in_boxes_csv_is_named_by_line(folders: Path, text: str, words: list[str]) -> None:

@@ -13,6 +13,7 @@ from PIL import Image
 from sigcam.data import READERS, Samples, guess_format, open_dataset
 from sigcam.data.wsol import nearest, open_masks, wsol
 from sigcam.errors import DataError
+from sigcam.inspecting import unreadable
 
 PICTURES = {"a/1.png": (40, 30), "a/2.png": (50, 20), "b c/3.png": (30, 30)}
 TEXTS = {
@@ -88,7 +89,9 @@ def test_ids_labels_sizes_boxes_and_class_names_are_read_as_they_stand(birds: Pa
     )
 
 
-@pytest.mark.parametrize("layout", ["bare", "metadata", "split", "dataset", "beside"])
+@pytest.mark.parametrize(
+    "layout", ["bare", "metadata", "split", "dataset", "beside", "link to dataset", "link to metadata"]
+)
 def test_every_folder_that_people_point_at_is_understood(birds: Path, tmp_path: Path, layout: str) -> None:
     root = birds
     if layout == "bare":  # pictures directly in the data set's folder
@@ -103,7 +106,11 @@ def test_every_folder_that_people_point_at_is_understood(birds: Path, tmp_path: 
         (tmp_path / "metadata").mkdir()
         (birds / "metadata").rename(tmp_path / "metadata" / "BIRDS")
         (birds / "images").rename(tmp_path / "dataset" / "BIRDS")
-        root = tmp_path / ("dataset" if layout == "dataset" else "metadata") / "BIRDS"
+        root = tmp_path / ("dataset" if "dataset" in layout else "metadata") / "BIRDS"
+    if "link" in layout:
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere" / "mine").symlink_to(root, target_is_directory=True)
+        root = tmp_path / "elsewhere" / "mine"
     assert guess_format(root) == "wsol"
     check(open_dataset(root, split="test"))
 
@@ -237,6 +244,8 @@ def test_whatever_is_not_black_is_object(tmp_path: Path, kind: str) -> None:
         ("class_labels", "a/1.png,0\na/2.png", ["class_labels.txt line 2", "a/2.png", "<id>,<label>"]),
         ("class_labels", "a/1.png,0\na/2.png,wren", ["class_labels.txt line 2", "a/2.png", "'wren'"]),
         ("class_labels", "a/1.png,0\na/1.png,1", ["class_labels.txt line 2", "a/1.png", "line 1"]),
+        ("class_labels", "a/1.png,0\na/2.png,20000000000", ["class_labels.txt line 2", "a/2.png", "100000"]),
+        ("class_labels", "a/1.png," + "1" * 5000, ["class_labels.txt line 1", "a/1.png", "'111", "..."]),
         (
             "class_labels",
             "a/1.png,0\na/2.png,2\nb c/3.png,1",
@@ -253,7 +262,7 @@ def test_whatever_is_not_black_is_object(tmp_path: Path, kind: str) -> None:
         (
             "image_sizes",
             "a/1.png,41,30\na/2.png,50,20\nb c/3.png,30,30",
-            ["image_sizes.txt", "a/1.png", "41 x 30", "40 x 30"],
+            ["image_sizes.txt line 1", "a/1.png", "41 x 30", "40 x 30"],
         ),
         (
             "localization",
@@ -280,6 +289,17 @@ def test_bad_metadata_is_named_by_file_line_and_image(
 ) -> None:
     write(birds / "metadata" / "test", **{file: text})
     refuses(lambda: open_dataset(birds, split="test"), *words)
+
+
+def test_boxes_without_a_list_of_sizes_are_held_to_the_pictures_when_these_are_opened(birds: Path) -> None:
+    at = birds / "metadata" / "test"
+    (at / "image_sizes.txt").unlink()
+    assert unreadable(open_dataset(birds, split="test")) == []  # x1 = width and y1 = height are taken
+    (at / "localization.txt").write_text(TEXTS["localization.txt"].replace("0,0,49,19", "0,0,49,21"))
+    ((id, reason),) = unreadable(open_dataset(birds, split="test"))
+    assert id == "a/2.png"
+    for words in ("localization.txt line 3", "image a/2.png", "(0, 0, 49, 21)", "50 x 20"):
+        assert words in reason
 
 
 def test_the_shorter_list_of_a_split_can_be_asked_for(birds: Path) -> None:
@@ -320,7 +340,7 @@ def test_a_split_that_is_not_there_is_never_replaced_by_another(birds: Path) -> 
 
 def test_class_names_that_occur_twice_and_text_in_other_encodings_are_refused(birds: Path) -> None:
     (birds / "metadata" / "classes.txt").write_text("wren\nwren\n")
-    refuses(lambda: open_dataset(birds, split="test"), "classes.txt", "'wren'")
+    refuses(lambda: open_dataset(birds, split="test"), "classes.txt line 2", "'wren'", "line 1")
     (birds / "metadata" / "test" / "image_ids.txt").write_bytes(b"\xff\xfea")
     refuses(lambda: open_dataset(birds, split="test"), "image_ids.txt", "UTF-8")
 

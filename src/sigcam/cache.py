@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sigcam.data import Sample, Samples
 from sigcam.errors import DataError
+from sigcam.manifest import stamp
 from sigcam.weights import write_whole
 
 CHUNK = 64  # rows: what is lost in a kill, and one pass of the backbone
@@ -202,14 +203,8 @@ def _bytes(rows: Tensor) -> Any:
 
 
 def _stamp(sample: Sample) -> str:
-    """What tells a picture's file from a later one of that name."""
-    if sample.path is None:
-        return f"{sample.id}\0"
-    try:
-        seen = sample.path.stat()
-    except OSError:
-        return f"{sample.id}\0gone"
-    return f"{sample.id}\0{seen.st_size} {seen.st_mtime_ns}"
+    """What tells a picture from a later one of that name."""
+    return f"{sample.id}\0{stamp(sample.path) if sample.path else ''}"
 
 
 def _reserve(path: Path, size: int) -> None:

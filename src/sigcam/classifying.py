@@ -367,6 +367,7 @@ def _identity(classifier: Classifier, samples: Samples, config: TrainConfig) -> 
     free = ("epochs", "workers", "pretrained")
     settings = {key: value for key, value in asdict(config).items() if key not in free}
     about = {"model": classifier.name, "weights": fingerprint(classifier.model), "images": digest.hexdigest()}
+    about["preprocessing"] = str(classifier.transform)
     return about | {"classes": list(samples.classes)} | settings
 
 

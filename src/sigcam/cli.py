@@ -41,6 +41,9 @@ Cache = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Per process, for torch.")]
 Workers = Annotated[int, typer.Option("--workers", min=0, help="Processes that decode images.")]
+SkipUnreadable = Annotated[
+    bool, typer.Option("--skip-unreadable", help="Go on without pictures that cannot be read.")
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of whatever is random.")]
 Crop = Annotated[
     bool, typer.Option("--crop", help="Cut the middle as the model's own preset does; default: squash.")
@@ -253,6 +256,7 @@ def evaluate(
     workers: Workers = 0,
     device: Device = "cpu",
     threads: Threads = None,
+    skip_unreadable: SkipUnreadable = False,
     head: HeadName = None,
     layer: LayerName = None,
     report: Report = False,
@@ -262,8 +266,8 @@ def evaluate(
     from sigcam.measuring import Options, measure_and_report
 
     wanted = (data, format, split, val_split, limit, maps, model, weights, branch, branches, method, metrics)
-    options = Options(*wanted, scorer, intervals, head, layer, output, batch_size, workers, device, report)
-    measure_and_report(options, threads, as_json)
+    where = (output, batch_size, workers, device, report, skip_unreadable)
+    measure_and_report(Options(*wanted, scorer, intervals, head, layer, *where), threads, as_json)
 
 
 @app.command()
@@ -299,6 +303,7 @@ def bench(
     workers: Workers = 0,
     device: Device = "cpu",
     threads: Threads = None,
+    skip_unreadable: SkipUnreadable = False,
     seed: Seed = 0,
 ) -> None:
     """Make the paper's tables and figures on your data, with controls and intervals; it can be resumed."""
@@ -308,7 +313,7 @@ def bench(
     some, zoom = (100, 1.0) if quick else (None, 2.0)
     confidence = None if full else some or 300
     where: Any = {"device": device, "batch_size": batch_size, "workers": workers, "seed": seed}
-    where |= {"learning": 1000 if quick else None}
+    where |= {"learning": 1000 if quick else None, "skip_unreadable": skip_unreadable}
     plan = Plan(data, output, confidence, some, zoom, model, classifiers, **where)
     run_bench(target, plan, threads)
 

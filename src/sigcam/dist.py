@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from sigcam.errors import DataError
 
 T = TypeVar("T")
+_ALONE = ContextVar("alone", default=False)
 PATIENCE = timedelta(hours=2)  # how long a rank may be ahead of another: a slice of features takes its time
 
 
@@ -39,14 +41,24 @@ def together(device: str = "cpu") -> Iterator[str]:
         dist.destroy_process_group()
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """As if this process were the only one: what is summed in there is summed in the order of one."""
+    token = _ALONE.set(True)
+    try:
+        yield
+    finally:
+        _ALONE.reset(token)
+
+
 def rank() -> int:
     """Which of the processes this is, from 0."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() and not _ALONE.get() else 0
 
 
 def world() -> int:
     """How many processes there are."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_initialized() and not _ALONE.get() else 1
 
 
 def mine(batches: int) -> range:

@@ -30,7 +30,7 @@ from sigcam.metrics import in_top, insertion_deletion_curves
 from sigcam.models import Preprocess
 from sigcam.probe import Branch, branch_logits, full, resize, unit_range
 from sigcam.result import Key, Result, Row, rows_of
-from sigcam.resuming import Standing
+from sigcam.resuming import Standing, shaping
 from sigcam.trace import Size
 from sigcam.zooming import zoomed
 
@@ -128,13 +128,14 @@ def evaluate(
     books = Books(measures, cells, asked.scorers, intervals)
     own = Samples(tuple(samples[i] for i in _mine(samples, batch_size)), samples.classes)
     kept = None if unfinished is None else Path(unfinished)
-    standing = Standing(kept, kept and _identity(asked, samples, cells, intervals, transform, batch_size))
+    standing = Standing(kept, kept and _identity(asked, samples, cells, transform, intervals, batch_size))
     done, skipped = standing.resume(books.metrics, books.blank)
     rest, spawn = own[done:], net.device.type == "cuda"
     for batch in collect(rest, transform, batch_size=batch_size, workers=workers, spawn=spawn):
         if batch.skipped and not skip_unreadable:
             name, reason = batch.skipped[0]
-            raise DataError(f"image {name}: {reason} Repair it, or go on without: skip_unreadable=True.")
+            how = "Repair it, or go on without such (skip_unreadable=True, --skip-unreadable)."
+            raise DataError(f"image {name}: {reason} {how}")
         skipped += batch.skipped
         if len(batch.images):
             for cell, seen in asked.judged(batch, [rest[i] for i in batch.indices], cells):
@@ -275,11 +276,10 @@ def _mine(samples: Sequence[Sample], batch_size: int) -> list[int]:
     return [i for b in batches for i in range(b * batch_size, min((b + 1) * batch_size, len(samples)))]
 
 
-def _identity(asked: _Asked, samples: Samples, cells: Sequence[Cell], *rest: Any) -> Any:
+def _identity(asked: _Asked, samples: Samples, cells: Sequence[Cell], transform: Any, *rest: Any) -> Any:
     """All that shapes the sums of an evaluation."""
-    net = asked.net
-    prints = [data_fingerprint(samples), fingerprint(net.origin), fingerprint(net.sigmoid)]
-    return prints, list(asked.measures), asked.class_from, asked.scorers, asked.zoom, cells, rest
+    ways = list(asked.measures), asked.class_from, asked.scorers, asked.zoom
+    return shaping(asked.net, samples, transform), ways, cells, rest
 
 
 def _cells(

@@ -1,4 +1,4 @@
-"""Labels as the classifier numbers them, and the class-balanced loss on them (Eq. 12)."""
+"""Labels as the classifier numbers them, the class-balanced loss on them (Eq. 12), splits apart."""
 
 from __future__ import annotations
 
@@ -113,6 +113,14 @@ def match_classes(samples: Samples, classes: int, names: Sequence[str] | None) -
         f"{classes}{known}: name the folders after its classes, or train a head for yours with "
         "`sigcam train-classifier --probe`."
     )
+
+
+def refuse_shared(samples: Samples, others: Samples, why: str) -> None:
+    """DataError if an image is among both."""
+    known = {sample.path or sample.id for sample in others}
+    shared = [sample.id for sample in samples if (sample.path or sample.id) in known]
+    if shared:
+        raise DataError(f"{len(shared)} of {len(samples)} images, the first {shared[0]}, {why}")
 
 
 def _alike(ours: str, theirs: str) -> bool:

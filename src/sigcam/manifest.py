@@ -45,6 +45,27 @@ def data_fingerprint(samples: Samples) -> str:
     return digest.hexdigest()
 
 
+def files_fingerprint(samples: Samples) -> str:
+    """A hash of the sizes and dates of the files that pictures and masks are read from: it tells them from
+    later ones of the same names, and is another for a copy."""
+    digest = hashlib.blake2b(digest_size=16)
+    for sample in samples:
+        bound: tuple[Any, ...] = getattr(sample.open_mask, "args", ())  # a reader binds the files of a mask
+        masks = [path for each in bound for path in (each if isinstance(each, tuple) else (each,))]
+        for path in (sample.path, *masks):
+            digest.update(f"{path}\0{stamp(path)}\n".encode() if isinstance(path, Path) else b"\n")
+    return digest.hexdigest()
+
+
+def stamp(path: Path) -> str:
+    """What tells a file from a later one of that name."""
+    try:
+        seen = path.stat()
+    except OSError:
+        return "gone"
+    return f"{seen.st_size} {seen.st_mtime_ns}"
+
+
 def versions() -> dict[str, str]:
     """Python and the packages that numbers depend on."""
     found = {"python": platform.python_version()}

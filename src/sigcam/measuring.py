@@ -21,6 +21,7 @@ from sigcam.explaining import Drawing
 from sigcam.features import Progress
 from sigcam.finding import evaluated_page
 from sigcam.glancing import Curves, curves_of, look
+from sigcam.labels import refuse_shared
 from sigcam.manifest import try_folder, write_manifest, write_text
 from sigcam.opening import attach_to, branch_file, open_branch, open_classifier
 from sigcam.report import need_report
@@ -52,6 +53,7 @@ class Options:
     workers: int
     device: str
     report: bool
+    skip_unreadable: bool
 
 
 class Measured(NamedTuple):
@@ -141,6 +143,8 @@ def _measure_maps(options: Options, maps: Path, progress: Progress) -> Measured:
     data, split = options.data, options.split
     if (options.format or guess_format(data)) == "wsol":
         samples = wsol(data, split=split, pictures=False)
+        if any(sample.size is None for sample in samples):
+            samples = wsol(data, split=split)
     else:
         samples = open_dataset(data, format=options.format, split=split)
     if rank() == 0:
@@ -183,6 +187,8 @@ def _measure_network(options: Options, progress: Progress) -> Measured:
     held: Samples | None = None
     if options.val_split:
         held = open_dataset(options.data, format=options.format, split=options.val_split)
+        why = f"are in split {options.split} too: thresholds must come from other images than those measured."
+        refuse_shared(held, samples, why)
     if rank() == 0:
         try_folder(options.output)
     classifier = open_classifier(options.model, options.weights, False, options.device)
@@ -197,6 +203,7 @@ def _measure_network(options: Options, progress: Progress) -> Measured:
         "batch_size": options.batch_size,
         "workers": options.workers,
         "scorers": _words(options.scorer) or ["softmax"],
+        "skip_unreadable": options.skip_unreadable,
         "progress": progress,
     }
     kept = options.output / "unfinished"

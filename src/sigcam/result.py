@@ -87,6 +87,8 @@ class Result:
     def remarks(self) -> list[str]:
         """What a reader of the table must know besides."""
         said = [f"{self.about['images']} images, all numbers in percent"]
+        if any(row["scorer"] for row in self.rows):
+            said += [f"confidence, {name}: {words}" for name, words in self.about["confidence"].items()]
         said += [f"not measured: {metric}, {reason}" for metric, reason in self.left_out]
         if self.skipped:
             said.append(f"{len(self.skipped)} picture(s) could not be read and do not count")

@@ -14,10 +14,21 @@ from typing import Any
 import torch
 
 from sigcam.counting import ImageMetric
+from sigcam.data import Samples
 from sigcam.dist import rank, world
+from sigcam.dual import DualBranch, fingerprint
+from sigcam.manifest import data_fingerprint, files_fingerprint, versions
 
 EVERY = 15.0  # seconds of work that a kill costs at most, beside the batch in flight
 Skips = list[tuple[str, str]]
+
+
+def shaping(net: DualBranch, samples: Samples, transform: Any) -> list[Any]:
+    """All of a network, of images and of this machine that numbers depend on, in a form to compare."""
+    prints = fingerprint(net.origin), fingerprint(net.sigmoid), repr(net.origin), repr(net.split)
+    images = data_fingerprint(samples), files_fingerprint(samples), str(transform)
+    machine = net.model is net.origin, net.device.type, torch.get_num_threads(), versions()
+    return [*prints, *images, *machine]
 
 
 class Standing:

@@ -15,12 +15,12 @@ from sigcam.bench.vgg import VGG, open_vgg, pooled_cells
 from sigcam.classifying import train_classifier
 from sigcam.config import FitConfig, TrainConfig
 from sigcam.data import Samples
-from sigcam.dist import rank, wait
+from sigcam.dist import alone, rank, wait, world
 from sigcam.dual import DualBranch, attach, fingerprint, load
-from sigcam.features import Data, Features, Progress
+from sigcam.features import Data, Features, Progress, extract
 from sigcam.fitting import fit
 from sigcam.labels import match_classes
-from sigcam.manifest import data_fingerprint
+from sigcam.manifest import data_fingerprint, files_fingerprint, versions
 from sigcam.models import Classifier, load_classifier, save_classifier
 from sigcam.opening import SHIPPED
 from sigcam.training import train_probe
@@ -28,7 +28,6 @@ from sigcam.training import train_probe
 if TYPE_CHECKING:
     from sigcam.bench.run import Plan
 
-FEW_TRAINED = 1500  # images that VGG-16 learns from: a pass of it takes seven times as long as the others'
 STAGES = TrainConfig(epochs=2, lr=3e-3, head_lr_ratio=1.0, decay_every=3, freeze_until="blocks.5")
 
 
@@ -42,21 +41,28 @@ def network(
         classifier = load_classifier("embedded", device=plan.device)
         return _prepared(load(SHIPPED, _last(classifier)), classifier)
     if given or dataset == "ilsvrc":  # a trained one, or one with its published head
-        train = plan.samples(dataset, "train", plan.learning)
+        train = plan.training(dataset, plan.learning)
         classifier = load_classifier(plan.backbone, weights=given, device=plan.device)
-        made_of = key_of((plan.backbone, fingerprint(classifier.model), data_fingerprint(train)))[:8]
-        home = plan.output / "models" / f"{dataset}-given-{made_of}"
+        name = key_of((_made_of(plan, train, classifier), fingerprint(classifier.model)))[:8]
+        home = plan.output / "models" / f"{dataset}-given-{name}"
     else:
         classifier, train, home = _trained(plan, dataset, progress)
-    without = [] if negatives is None else [data_fingerprint(negatives)]
+    without = [] if negatives is None else [data_fingerprint(negatives), files_fingerprint(negatives)]
     file = home / f"branch-{key_of([asdict(config), *without])[:8]}.safetensors"
     if not file.is_file():
         net = _prepared(attach(_last(classifier)), classifier)
         data: Data | Features = match_classes(train, net.classes, net.class_names)
+        cache = plan.output / "features"
         if plan.backbone == VGG and not given:
-            data = pooled_cells(classifier, train, plan.output / "features", progress)
-        fit(net, data, config, negatives=negatives, cache=plan.output / "features", progress=progress)
+            data = pooled_cells(classifier, train, cache, progress)
+        elif world() > 1:  # each runs its share of the images, then one solves, as if it had run them all
+            extract(net, data, config, cache=cache, progress=progress)
+            if negatives is not None:
+                extract(net, negatives, config, cache=cache, progress=progress, labelled=False)
+            wait()
         if rank() == 0:
+            with alone():
+                fit(net, data, config, negatives=negatives, cache=cache, progress=progress)
             home.mkdir(parents=True, exist_ok=True)
             net.save(file)
         wait()
@@ -65,21 +71,26 @@ def network(
 
 def _trained(plan: Plan, dataset: str, progress: Progress) -> tuple[Classifier, Samples, Path]:
     """A classifier trained on the data set's own images, these, and the folder that it is kept in."""
-    few = FEW_TRAINED if plan.backbone == VGG and plan.fidelity is not None else None
-    train = plan.samples(dataset, "train", plan.learning or few)
+    train = plan.training(dataset, plan.learning)
+    how: Any = {"num_classes": len(train.classes), "device": plan.device, "pretrained": False}
     recipe = asdict(STAGES) if plan.learns == "stages" else None
-    made_of = key_of((plan.backbone, plan.learns, recipe, plan.seed, data_fingerprint(train)))[:8]
-    home = plan.output / "models" / f"{dataset}-{plan.learns}-{made_of}"
+    graph = load_classifier(plan.backbone, **how)
+    name = key_of((_made_of(plan, train, graph), plan.learns, recipe, plan.seed))[:8]
+    home = plan.output / "models" / f"{dataset}-{plan.learns}-{name}"
     weights = home / "classifier.safetensors"
     if not weights.is_file() and rank() == 0:
         home.mkdir(parents=True, exist_ok=True)
         _train(plan, train, weights, progress)
     wait()
-    count = len(train.classes)
-    classifier = load_classifier(
-        plan.backbone, weights=weights, num_classes=count, device=plan.device, pretrained=False
-    )
+    classifier = load_classifier(plan.backbone, weights=weights, **how)
     return classifier, train, home
+
+
+def _made_of(plan: Plan, train: Samples, classifier: Classifier) -> list[Any]:
+    """What a classifier that is kept depends on besides its recipe."""
+    images = data_fingerprint(train), files_fingerprint(train), str(classifier.transform)
+    machine = torch.device(plan.device).type, torch.get_num_threads(), versions()
+    return [plan.backbone, repr(classifier.model), *images, *machine]
 
 
 def _train(plan: Plan, train: Samples, weights: Path, progress: Progress) -> None:

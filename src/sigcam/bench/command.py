@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import typer
@@ -13,8 +16,8 @@ from sigcam.bench.pages import distortions, html, overhead, qualitative, write_t
 from sigcam.bench.run import ALL, DATASETS, FINE, MASKED, TABLES, Plan, there
 from sigcam.config import FitConfig
 from sigcam.console import progress_bar
-from sigcam.dist import rank, together
-from sigcam.errors import DataError
+from sigcam.dist import rank, together, world
+from sigcam.errors import DataError, SigcamError
 from sigcam.features import Progress
 from sigcam.manifest import try_folder, write_manifest, write_text
 from sigcam.opening import usable_device
@@ -34,6 +37,16 @@ def run_bench(target: str, plan: Plan, threads: int | None) -> None:
     if threads:
         torch.set_num_threads(threads)
     failed = list[str]()
+
+    def tried(name: str, work: Callable[[], Any]) -> Any:
+        """What the work gives; what keeps one part of `all` from being made is told in the end."""
+        try:
+            return work()
+        except SigcamError as error:
+            if target != "all" or world() > 1:  # the other processes may be elsewhere
+                raise
+            failed.append(f"{name} could not be made: {error}")
+
     with together(plan.device) as device:
         plan = replace(plan, device=usable_device(device))
         first = rank() == 0
@@ -45,32 +58,25 @@ def run_bench(target: str, plan: Plan, threads: int | None) -> None:
                 if target == "all" and not any(plan.has(dataset) for dataset in needed):
                     typer.echo(f"{name} is left out: {plan.data} has none of {', '.join(needed)}.", err=True)
                     continue
-                try:
-                    rows = make(plan, progress)
-                except DataError as error:
-                    if target != "all":
-                        raise
-                    failed.append(f"{name} could not be made: {error}")
-                    continue
-                if first:
+                rows = tried(name, partial(make, plan, progress))
+                if first and rows is not None:
                     write_table(plan, name, rows)
     if first:  # alone: the other processes have gone
         with progress_bar() as progress:
-            _alone(target, plan, progress)
+            if target == "overhead" or (target == "all" and any(map(plan.has, FINE))):
+                tried("overhead", partial(overhead, plan, progress))
+            if target in ("figures", "all"):
+                for dataset in there(plan, DATASETS):
+                    tried(f"figure {dataset}", partial(_figures, plan, dataset, progress))
         _finish(plan)
     if failed:
         raise DataError(" ".join(failed))
 
 
-def _alone(target: str, plan: Plan, progress: Progress) -> None:
-    """What the first process does by itself: measure overhead, draw figures."""
-    if target == "overhead" or (target == "all" and any(map(plan.has, FINE))):
-        overhead(plan, progress)
-    if target not in ("figures", "all"):
-        return
-    for dataset in there(plan, DATASETS):
-        qualitative(plan, dataset, progress)
-    for dataset in filter(plan.has, MASKED):
+def _figures(plan: Plan, dataset: str, progress: Progress) -> None:
+    """What maps look like; where there are masks, what a shift of the head does to them."""
+    qualitative(plan, dataset, progress)
+    if dataset in MASKED:
         distortions(plan, network(plan, dataset, FitConfig(seed=plan.seed), progress), dataset)
 
 
@@ -86,5 +92,8 @@ def _finish(plan: Plan) -> None:
         write_text(plan.output / "index.html", html(held, overheads, figures))
         for table in held:
             typer.echo((plan.output / f"{table['table']}.md").read_text())
-    write_manifest(plan.output, data=str(plan.data), seed=plan.seed, backbone=plan.backbone)
+    names = ("dataset", "backbone", "classifier", "data_fingerprint", "model_fingerprint")
+    of = {table["table"]: [*{tuple(map(row.get, names)): 0 for row in table["rows"]}] for table in held}
+    told = {name: [dict(zip(names, each, strict=True)) for each in found] for name, found in of.items()}
+    write_manifest(plan.output, data=str(plan.data), seed=plan.seed, backbone=plan.backbone, tables=told)
     typer.echo(f"tables, figures and index.html are in {plan.output}")

@@ -17,10 +17,11 @@ import torch
 from PIL import Image
 
 from sigcam.bench.classifiers import network
-from sigcam.bench.paper import OVERHEAD, ROWS
-from sigcam.bench.run import FINE, Plan, Row, methods_of, published, row_name, there
+from sigcam.bench.paper import OVERHEAD, ROWS, Row, published, row_name
+from sigcam.bench.run import FINE, Plan, methods_of, there
 from sigcam.boxes import scaled_boxes
 from sigcam.config import FitConfig
+from sigcam.data import Samples
 from sigcam.draw import grid, overlay, with_boxes
 from sigcam.dual import DualBranch, attach
 from sigcam.explaining import explain
@@ -36,12 +37,13 @@ _FIDELITY = (
     *("average_drop", "increase_in_confidence", "mean_map"),
     *("average_drop:branch", "increase_in_confidence:branch"),
 )
-_LOCATING = ("max_box_acc_v2", "gt_known_loc", "top1_loc", "pxap", "top1_cls")
+_BOXED = ("max_box_acc_v2", "gt_known_loc", "gt_known_loc_first", "top1_loc", "top1_loc_first")
+_LOCATING = (*_BOXED, "pxap", "top1_cls")
 COLUMNS: dict[str, tuple[str, ...]] = {
     "table1": _FIDELITY,
     "table2": _LOCATING,
-    "nwc": ("max_box_acc_v2", "gt_known_loc", "top1_loc", "pxap"),
-    "pos-weight": ("max_box_acc_v2", "gt_known_loc", "top1_loc"),
+    "nwc": (*_BOXED, "pxap"),
+    "pos-weight": _BOXED,
     "sources": ("max_box_acc_v2", "gt_known_loc", "auroc_nothing"),
     **dict.fromkeys(("lite2", "stages", "vgg16"), (*_LOCATING, *_FIDELITY)),
 }
@@ -61,7 +63,8 @@ FEET = {
     "a softmax over the branch that its maps explain, as the paper did. The mean map says how much of the "
     "image is kept: a map of ones loses nothing.",
     "table2": "Maps of the label's class; the threshold of MaxBoxAccV2 is the best on these images, that of "
-    "the others 0.2, as the protocol has it. GT-known and Top-1 count any of the image's boxes.",
+    "the others 0.2, as the protocol has it. GT-known and Top-1 count any of the image's boxes, those that "
+    "end in first its first box alone, as the paper did.",
 }
 FEET["sources"] = FEET["table2"] + (
     " The last column is the area under the ROC curve by which the best class's score (of the softmax head "
@@ -85,12 +88,18 @@ def write_table(plan: Plan, table: str, rows: Sequence[Row]) -> dict[str, Any]:
     }
     write_text(plan.output / f"{table}.json", json.dumps(held, indent=1) + "\n")
     out = io.StringIO()
-    keys = ["dataset", "backbone", "method", "row", "branch", "clamp", "zoom", "images"]
+    keys = ["dataset", "backbone", "classifier", "method", "row", "branch", "clamp", "zoom", "images"]
+    pairs = [("delta", " from softmax signed"), ("beside", " from softmax clamped")]
     writer = csv.writer(out)
-    writer.writerow([*keys, *(f"{c}{end}" for c in shown for end in ("", " low", " high"))])
+    ends = ["", " low", " high", *(f"{said}{end}" for _, said in pairs for end in ("", " low", " high"))]
+    writer.writerow([*keys, *(f"{c}{end}" for c in shown for end in (*ends, " published"))])
     for row in held["rows"]:
-        ends = [(row.get(c), *row["intervals"].get(c, (None, None))) for c in shown]
-        writer.writerow([*(row[key] for key in keys), *(value for each in ends for value in each)])
+        line = [row[key] for key in keys]
+        for c in shown:
+            line += [row.get(c), *row["intervals"].get(c, (None, None))]
+            line += [end for name, _ in pairs for end in row[name].get(c, (None, None, None))]
+            line.append(row["published"][c])
+        writer.writerow(line)
     write_text(plan.output / f"{table}.csv", out.getvalue())
     write_text(plan.output / f"{table}.md", markdown(table, held))
     return held
@@ -102,6 +111,7 @@ def _made(plan: Plan) -> dict[str, Any]:
         "command": " ".join(["sigcam", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
         "seed": plan.seed,
+        "device": torch.device(plan.device).type,
         "threads": torch.get_num_threads(),
         "versions": versions(),
     }
@@ -110,8 +120,10 @@ def _made(plan: Plan) -> dict[str, Any]:
 def foot(plan: Plan, table: str, rows: Sequence[Row]) -> str:
     """What a reader of the table must know."""
     counts = ", ".join(dict.fromkeys(f"{row['dataset']}: {row['images']}{_measured(row)}" for row in rows))
-    networks = ", ".join(dict.fromkeys(row["backbone"] for row in rows))
-    said = f"Images: {counts}. Backbone: {networks}. In percent, with 95 % bootstrap intervals, and with the "
+    networks = ", ".join(dict.fromkeys(f"{row['backbone']}, {row['classifier']}" for row in rows))
+    said = (
+        f"Images: {counts}. Classifier: {networks}. In percent, with 95 % bootstrap intervals, and with the "
+    )
     said += (
         "difference from the softmax head's signed maps on the same images and its paired interval, marked "
     )
@@ -321,7 +333,8 @@ def qualitative(plan: Plan, dataset: str, progress: Progress, rows: int = 6) -> 
     """Maps of some test pictures by each head, predicted box green, ground truth red."""
     net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
     samples = plan.samples(dataset, "test", rows)
-    names, method = [*[*ROWS][:2], *[*ROWS][4:], "sigmoid, clamped, enlarged"], methods_of(net)[0]
+    names, method = [*[*ROWS][:2], *[*ROWS][4:]], methods_of(net)[0]
+    names += [] if plan.zoom == 1 else ["sigmoid, clamped, enlarged"]
     drawn, captions = list[list[Any]](), list[list[str]]()
     for number, sample in enumerate(samples):
         picture = sample.open()
@@ -331,7 +344,7 @@ def qualitative(plan: Plan, dataset: str, progress: Progress, rows: int = 6) -> 
             boxes = torch.tensor(sample.boxes, dtype=torch.int64)
             truth = scaled_boxes(boxes, sample.size or picture.size, (width, height)).tolist()
         squashed = with_boxes(picture.resize((width, height)), truth, "#e53935")
-        line, said = [squashed], [samples.classes[sample.label or 0]]
+        line, said = [squashed], ["" if sample.label is None else samples.classes[sample.label]]
         for name in names:
             branch, clamp = ROWS.get(name, ("sigmoid", True))
             zoom = plan.zoom if name not in ROWS else 1.0
@@ -357,8 +370,10 @@ def distortions(plan: Plan, net: DualBranch, dataset: str) -> Path | None:
     """How far the softmax head's map moves while its probabilities stand still, on one picture."""
     from sigcam.demo import distortions_figure
 
-    samples = plan.samples(dataset, "test", 64)
-    if not net.linear or all(sample.open_mask is None for sample in samples):
+    found = plan.samples(dataset, "test", 64)
+    usable = (sample for sample in found if sample.open_mask is not None and sample.label is not None)
+    samples = Samples(tuple(usable), found.classes)
+    if not net.linear or not samples:
         return None
     path = plan.output / "figures" / f"distortions-{dataset}.png"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,30 +15,28 @@ from typing import Any, Literal
 import torch
 
 from sigcam.bench.classifiers import key_of, network
-from sigcam.bench.paper import METHODS, PUBLISHED, ROWS
+from sigcam.bench.paper import FIDELITY, FIRST, METHODS, Row
 from sigcam.bench.vgg import VGG
 from sigcam.bootstrap import Interval, paired
 from sigcam.config import FitConfig
 from sigcam.counting import ImageMetric
 from sigcam.data import Samples, open_dataset
-from sigcam.dist import rank, wait, world
-from sigcam.dual import DualBranch, fingerprint, gap_weight
+from sigcam.dist import gathered, rank, wait, world
+from sigcam.dual import DualBranch, gap_weight
 from sigcam.errors import DataError
 from sigcam.evaluating import evaluate
 from sigcam.features import Progress, extract
-from sigcam.labels import match_classes
-from sigcam.manifest import data_fingerprint, write_text
+from sigcam.labels import match_classes, refuse_shared
+from sigcam.manifest import write_text
 from sigcam.opening import SHIPPED
-from sigcam.quality import auroc
 from sigcam.result import Result
+from sigcam.resuming import shaping
 
-Row = dict[str, Any]
 BASELINE = ("softmax", False)
 CONTROL = ("softmax", True)  # what clamped maps of other heads are compared with besides
 FEWER = 500  # images of other classifiers and other fits than the paper's
 FEWEST = 100  # of these, where confidence is measured
 LOCATING = ("max_box_acc_v2", "gt_known_loc", "top1_loc", "top1_cls")
-FIDELITY = ("average_drop", "increase_in_confidence", "mean_map")
 BRANCHES: Any = ("softmax", "centred", "sigmoid")
 FINE = ("cub", "cars")  # the data sets of fine-grained classes, in the order of choice
 MASKED = ("openimages", "pets")  # those with masks
@@ -74,6 +72,7 @@ class Plan:
     batch_size: int = 16
     workers: int = 0
     seed: int = 0
+    skip_unreadable: bool = False
 
     def samples(self, dataset: str, split: str, count: int | None) -> Samples:
         """All of a split, or as many, drawn with the seed."""
@@ -83,6 +82,15 @@ class Plan:
         generator = torch.Generator().manual_seed(self.seed)
         chosen = torch.randperm(len(found), generator=generator)[:count].sort().values
         return Samples(tuple(found[i] for i in chosen.tolist()), found.classes)
+
+    def training(self, dataset: str, count: int | None) -> Samples:
+        """What classifiers and branches learn from: none of the images that they are measured on."""
+        train, place = self.samples(dataset, "train", count), self.data / dataset
+        why = f"are in both splits of {place}: numbers of images that were learned from mean nothing."
+        refuse_shared(
+            train, self.samples(dataset, "test", None), f"{why} `sigcam inspect` shows what is there."
+        )
+        return train
 
     @property
     def fewer(self) -> int | None:
@@ -111,6 +119,15 @@ class Plan:
         """Whether the classifier is the one that comes with a branch, fitted on images of the data set."""
         return dataset == "ilsvrc" and self.backbone == "embedded" and not self.given(dataset)
 
+    def kind(self, dataset: str) -> str:
+        """What the classifier of a data set is, in words."""
+        if self.given(dataset):
+            return "trained before"
+        if dataset == "ilsvrc":
+            return "as published"
+        words = {"probe": "a linear probe", "stages": "last stages trained"}
+        return "conv6 and fc trained" if self.backbone == VGG else words[self.learns]
+
     def has(self, dataset: str) -> bool:
         """Whether the data set is there."""
         return (self.data / dataset).is_dir()
@@ -127,8 +144,8 @@ def measured(
     output folder if this very evaluation was done before."""
     samples = _unseen(samples) if plan.ships(dataset) else samples
     samples = match_classes(samples, net.classes, net.class_names)
-    prints = fingerprint(net.origin), fingerprint(net.sigmoid), data_fingerprint(samples)
-    path = plan.output / "parts" / f"{name}-{key_of((name, prints, how, plan.batch_size, CONTROL))[:12]}.json"
+    made_of = shaping(net, samples, net.transform), how, plan.batch_size, CONTROL
+    path = plan.output / "parts" / f"{name}-{key_of(made_of)[:12]}.json"
     if path.is_file():
         rows: list[Row] = json.loads(path.read_text())
         return rows
@@ -137,12 +154,14 @@ def measured(
         samples,
         batch_size=plan.batch_size,
         workers=plan.workers,
+        skip_unreadable=plan.skip_unreadable,
         intervals=True,
         unfinished=path.with_suffix(".unfinished"),
         progress=lambda _, done, total: progress(name, done, total),
         **how,
     )
-    rows = rows_of(result, dataset, plan.backbone, float(how.get("zoom", 1.0)))
+    kind = {"backbone": plan.backbone, "classifier": plan.kind(dataset)}
+    rows = [{**row, **kind} for row in rows_of(result, dataset, float(how.get("zoom", 1.0)))]
     if rank() == 0:
         write_text(path, json.dumps(rows, indent=1) + "\n")
     wait()
@@ -156,7 +175,7 @@ def _unseen(samples: Samples) -> Samples:
     return Samples(kept, samples.classes)
 
 
-def rows_of(result: Result, dataset: str, backbone: str, zoom: float) -> list[Row]:
+def rows_of(result: Result, dataset: str, zoom: float) -> list[Row]:
     """The result's numbers, one row per way to draw maps."""
     found = list[Row]()
     cells = list(dict.fromkeys(key[:3] for key in result.metrics if key[0] is not None))
@@ -164,12 +183,11 @@ def rows_of(result: Result, dataset: str, backbone: str, zoom: float) -> list[Ro
         method, branch, clamp = cell
         row: Row = {
             "dataset": dataset,
-            "backbone": backbone,
             "method": method,
             "branch": branch,
             "clamp": clamp,
             "zoom": zoom,
-            "images": result.about["images"],
+            **{name: result.about[name] for name in ("images", "data_fingerprint", "model_fingerprint")},
             "intervals": {},
             "delta": {},
             "beside": {},
@@ -270,7 +288,9 @@ def methods_of(net: DualBranch) -> tuple[str, ...]:
 
 def numbers_of(dataset: str) -> tuple[str, ...]:
     """What localisation is measured by: pixels where there are masks, else boxes."""
-    return ("pxap", "top1_cls") if dataset in MASKED else LOCATING
+    if dataset in MASKED:
+        return "pxap", "top1_cls"
+    return (*LOCATING, *FIRST) if dataset == "ilsvrc" else LOCATING
 
 
 def nwc(plan: Plan, progress: Progress) -> list[Row]:
@@ -283,13 +303,13 @@ def pos_weight(plan: Plan, progress: Progress) -> list[Row]:
     dataset = there(plan, (*FINE, "ilsvrc"))[0]
     samples, rows = plan.samples(dataset, "test", plan.fewer), list[Row]()
     most = len(samples.classes) - 1
-    for weight in (1.0, most / 2, float(most)):
-        net = network(plan, dataset, FitConfig(pos_weight=weight, seed=plan.seed), progress)
-        how: Any = {"branches": ("softmax", "sigmoid"), "clamps": (False, True)}
-        how |= {"methods": methods_of(net)[:2], "metrics": LOCATING}
+    for weight in dict.fromkeys((1, max(1, most // 2), most)):
+        net = network(plan, dataset, FitConfig(pos_weight=float(weight), seed=plan.seed), progress)
+        how: Any = {"branches": BRANCHES, "clamps": (False, True)}
+        how |= {"methods": methods_of(net)[:2], "metrics": numbers_of(dataset)}
         made = measured(plan, f"pos-weight-{weight:g}", net, dataset, samples, progress, **how)
-        rows += [row | {"pos_weight": weight} for row in made if row["branch"] == "sigmoid" or weight == most]
-    return rows
+        rows += [row | {"pos_weight": weight} for row in made if row["branch"] == "sigmoid"]
+    return [row for row in made if row["branch"] != "sigmoid"] + rows  # no weight shapes these
 
 
 def sources(plan: Plan, progress: Progress) -> list[Row]:
@@ -307,7 +327,10 @@ def sources(plan: Plan, progress: Progress) -> list[Row]:
         made = measured(plan, f"sources-{number}", net, dataset, samples, progress, branches=BRANCHES, **how)
         known = {} if nothing is None else _knows(plan, net, samples, nothing, progress)
         for row in made:
-            row |= {"auroc_nothing": known[row["branch"]]} if row["branch"] in known else {}
+            if row["branch"] in known:
+                found = known[row["branch"]]
+                row["auroc_nothing"] = found.value
+                row["intervals"]["auroc_nothing"] = [found.low, found.high]
             rows += [row | {"fit": said}] if row["branch"] == "sigmoid" else [] if number else [row]
     return rows
 
@@ -315,7 +338,7 @@ def sources(plan: Plan, progress: Progress) -> list[Row]:
 @torch.no_grad()
 def _knows(
     plan: Plan, net: DualBranch, samples: Samples, nothing: Samples, progress: Progress
-) -> dict[str, float]:
+) -> dict[str, Interval]:
     """How well the best class's score tells images of the classes from others: area under the ROC, percent,
     for the softmax head's probability and for the sigmoid branch's evidence."""
     found = dict[str, list[torch.Tensor]](softmax=[], sigmoid=[])
@@ -327,16 +350,24 @@ def _knows(
             weight_bias = gap_weight(net.last_layer(branch))  # type: ignore[arg-type]
             if weight_bias is None or held.views[0].ndim != 2:
                 return {}
-            logits = held.views[0].float() @ weight_bias[0].T + weight_bias[1]
-            scores.append((logits.softmax(1) if branch == "softmax" else logits).amax(1))
-    return {
-        branch: 100 * float(auroc(torch.cat(scores)[:, None], _ones_zeros(scores))[0])
-        for branch, scores in found.items()
-    }
+            logits = held.views[0].to(weight_bias[0]) @ weight_bias[0].T + weight_bias[1]
+            best = (logits.softmax(1) if branch == "softmax" else logits).amax(1).cpu()
+            scores.append(torch.cat(gathered(best)))
+    return {branch: told_apart(*scores) for branch, scores in found.items()}
 
 
-def _ones_zeros(scores: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([torch.ones(len(scores[0]), 1), torch.zeros(len(scores[1]), 1)])
+def told_apart(inside: torch.Tensor, outside: torch.Tensor) -> Interval:
+    """Area under the ROC curve of scores (n,) and (m,), in percent: how many pairs are in order, ties half;
+    with the interval over images of both, resampled a thousand times."""
+    above = (inside[:, None] > outside).float() + (inside[:, None] == outside).float() / 2  # (n, m)
+    generator, draws = torch.Generator().manual_seed(0), list[torch.Tensor]()
+    for count in above.shape:
+        drawn = torch.randint(count, (1000, count), generator=generator)
+        draws.append(torch.zeros(1000, count).scatter_add_(1, drawn, torch.ones_like(drawn).float()))
+    shares = ((draws[0] @ above) * draws[1]).sum(1).double() / above.numel()
+    ends = torch.quantile(shares, torch.tensor([0.025, 0.975], dtype=torch.float64))
+    value, low, high = (100 * float(x) for x in (above.double().mean(), *ends))
+    return Interval(value, low, high)
 
 
 def another(plan: Plan, datasets: Sequence[str], progress: Progress) -> list[Row]:
@@ -390,43 +421,3 @@ TABLES: dict[str, tuple[Callable[[Plan, Progress], list[Row]], tuple[str, ...]]]
     "vgg16": (vgg16, FINE),
 }
 ALL = ("table1", "table2", "nwc", "pos-weight", "sources")  # what "all" makes, besides overhead and figures
-
-
-def row_name(row: Row) -> str:
-    """What the row is called in a table."""
-    names = {kind: name for name, kind in ROWS.items()}
-    name = names.get((row["branch"], row["clamp"]), f"{row['branch']}, {row['clamp']}")
-    name += f", positive weight {row['pos_weight']:g}" if "pos_weight" in row else ""
-    return name + (f", {row['fit']}" if "fit" in row else "")
-
-
-BACKBONES = {"vgg16": "VGG-16", "resnet50": "ResNet-50", "inception_v3": "InceptionV3"}
-
-
-def _backbone(row: Row) -> str | None:
-    """What the paper calls the row's network, if it made this method's maps with it."""
-    scheme, _, name = row["backbone"].partition(":")
-    plain = name.removesuffix("-28").removesuffix("-cam")
-    form = plain == "resnet50" or ("-cam" in name) == (row["method"] == "cam")  # which is but one network
-    return BACKBONES.get(plain) if scheme == "wsol" and form else None
-
-
-def published(row: Row, table: str, metric: str) -> float | None:
-    """The paper's number for the same data set, backbone, method and row; it scored the confidence of its
-    own maps by its own branch."""
-    kind = {("softmax", False): "baseline", ("sigmoid", True): "ours", ("sigmoid", False): "ours_no_nwc"}.get(
-        (row["branch"], row["clamp"])
-    )
-    if table == "nwc" and kind == "ours":
-        kind = "ours_nwc"
-    if table == "pos-weight" and kind == "ours":
-        kind = f"ours_{int(row['pos_weight'])}to1"
-    name, _, scorer = metric.partition(":")
-    if table not in ("nwc", "pos-weight"):  # tables of other classifiers hold what these two do
-        table = "table1" if name in FIDELITY else "table2"
-    fair = table != "table1" or kind == "baseline" or bool(scorer)
-    wanted = (table, _backbone(row), row["method"], kind, row["dataset"], name)
-    found = [
-        c.value for c in PUBLISHED if (c.table, c.backbone, c.method, c.row, c.dataset, c.metric) == wanted
-    ]
-    return found[0] if found and fair and row.get("zoom", 1) == 1 else None

@@ -86,13 +86,14 @@ def pooled_cells(classifier: Classifier, samples: Samples, cache: Path, progress
     """What enters the last layer, (1024,) per image, without running the convolutions again."""
     cells, model = cells_of(classifier, samples, cache, progress), classifier.model
     assert isinstance(model, CamVgg)
-    rows = [_tail(model)[:4](part.float()) for part in cells.views[0].split(64)]
+    device = model.fc.weight.device
+    rows = [_tail(model)[:4](part.to(device).float()).cpu() for part in cells.views[0].split(64)]
     return Features((torch.cat(rows),), cells.labels, cells.index, cells.skipped, cells.seconds)
 
 
 def _train_tail(tail: nn.Sequential, cells: Features, seed: int, progress: Progress) -> list[float]:
     """Softmax cross-entropy on the cells; the mean loss of each epoch."""
-    views, labels = cells.views[0], cells.labels
+    views, labels, device = cells.views[0], cells.labels, next(tail.parameters()).device
     steps, losses = EPOCHS * -(-len(cells) // BATCH), list[float]()
     with torch.random.fork_rng([]), torch.enable_grad():
         torch.manual_seed(seed)
@@ -101,7 +102,7 @@ def _train_tail(tail: nn.Sequential, cells: Features, seed: int, progress: Progr
         for epoch in range(EPOCHS):
             total = 0.0
             for number, chosen in enumerate(torch.randperm(len(cells)).split(BATCH)):
-                loss = F.cross_entropy(tail(views[chosen].float()), labels[chosen])
+                loss = F.cross_entropy(tail(views[chosen].to(device).float()), labels[chosen].to(device))
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

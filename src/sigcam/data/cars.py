@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import reprlib
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sigcam.data import Box, Sample, Samples
-from sigcam.data.folder import open_picture
+from sigcam.data import Box, Sample, Samples, Size
+from sigcam.data.folder import check_box, open_picture, picture_size
 from sigcam.errors import DataError
 
 FILES = {
@@ -37,21 +38,26 @@ def cars(root: str | Path, *, split: str = "train") -> Samples:
         raise DataError(f"{root} has no {NAMES}, which names the classes: put it beside {file.name}.")
     classes = tuple(str(name).strip() for name in _variable(meta, "class_names"))
     home = root / f"cars_{split}"
-    items = list[Sample]()
-    for number, row in enumerate(_variable(file, "annotations"), 1):
-        where = f"{file} annotation {number}"
-        fields = row.dtype.names or ()
-        lacking = next((name for name in (*CORNERS, "fname") if name not in fields), None)
-        if lacking is not None:
-            raise DataError(f"{where} has no {lacking}: take the file from the data set's devkit.")
+    rows = _variable(file, "annotations")
+    fields = rows.dtype.names or ()
+    lacking = next((name for name in (*CORNERS, "fname") if name not in fields), None)
+    if lacking is not None:
+        raise DataError(
+            f"{file} has annotations without {lacking}: take the file from the data set's devkit."
+        )
+    items, numbers = list[Sample](), dict[str, int]()
+    for number, row in enumerate(rows, 1):
         id = str(row["fname"])
-        label = int(row["class"]) - 1 if "class" in fields else None
+        where, picture = f"{file} annotation {number}: image {id}", home / id
+        if numbers.setdefault(id, number) != number:
+            raise DataError(f"{where} is in annotation {numbers[id]} already: remove one.")
+        label = _whole(row, "class", where) - 1 if "class" in fields else None
         if label is not None and not 0 <= label < len(classes):
-            raise DataError(f"{where}: image {id} has class {label + 1} of {len(classes)}.")
-        if not (home / id).is_file():
-            raise DataError(f"{where}: image {id} is not in {home}: add it.")
-        open_ = partial(open_picture, home / id, upright=False)
-        items.append(Sample(id, open_, label, (_box(row, f"{where}: image {id}"),), path=home / id))
+            raise DataError(f"{where} has class {label + 1} of {len(classes)}.")
+        if not picture.is_file():
+            raise DataError(f"{where} is not in {home}: add it.")
+        box = _box(row, picture_size(picture, upright=False), where)
+        items.append(Sample(id, partial(open_picture, picture, upright=False), label, (box,), path=picture))
     if not items:
         raise DataError(f"{file} names no pictures.")
     return Samples(tuple(items), classes)
@@ -66,12 +72,22 @@ def _find(root: Path, names: Iterable[str]) -> Path | None:
     return next((h / name for name in names for h in (root, root / "devkit") if (h / name).is_file()), None)
 
 
-def _box(row: Any, where: str) -> Box:
-    x0, y0, x1, y1 = (int(row[name]) - 1 for name in CORNERS)
-    if x0 < 0 or y0 < 0 or x1 < x0 or y1 < y0:
-        seen = (x0 + 1, y0 + 1, x1 + 1, y1 + 1)
-        raise DataError(f"{where} has a box {seen} that is inverted or begins before pixel 1.")
-    return x0, y0, x1, y1
+def _box(row: Any, size: Size | None, where: str) -> Box:
+    x0, y0, x1, y1 = (_whole(row, name, where) for name in CORNERS)
+    if x0 < 1 or y0 < 1 or x1 < x0 or y1 < y0:
+        raise DataError(f"{where} has a box {(x0, y0, x1, y1)} that is inverted or begins before pixel 1.")
+    check_box((x0, y0, x1, y1), size, where)
+    return x0 - 1, y0 - 1, x1 - 1, y1 - 1
+
+
+def _whole(row: Any, name: str, where: str) -> int:
+    try:
+        return int(row[name])
+    except (TypeError, ValueError, OverflowError):  # empty; text or NaN; infinite
+        seen = reprlib.repr(str(row[name]))
+        raise DataError(
+            f"{where} has {seen} as {name}, where a whole number is needed: correct it."
+        ) from None
 
 
 def _variable(path: Path, name: str) -> Any:

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sigcam.data import Box, Sample, Samples
-from sigcam.data.folder import numbered_lines, open_picture
+from sigcam.data import Box, Sample, Samples, Size
+from sigcam.data.folder import check_box, numbered_lines, open_picture, picture_size
 from sigcam.errors import DataError
 
 if TYPE_CHECKING:
@@ -40,9 +40,11 @@ def cub(root: str | Path, *, split: str = "train") -> Samples:
     names = {number: name for number, (_, name) in _rows(home / CLASSES).items()}
     places = {number: place for place, number in enumerate(names)}
     masks = next((f for f in (home / "segmentations", home.parent / "segmentations") if f.is_dir()), None)
-    items = list[Sample]()
+    items, lines = list[Sample](), dict[str, int]()
     for number, (line, id) in images.items():
         where = f"{home / IMAGES} line {line}: image {id}"
+        if lines.setdefault(id, line) != line:
+            raise DataError(f"{where} is in line {lines[id]} already: remove one.")
         for rows, name in ((labels, LABELS), (parts, PARTS), (boxes, BOXES)):
             if rows is not None and number not in rows:
                 raise DataError(f"{where} has no line in {name}: add one that begins with {number}.")
@@ -56,13 +58,18 @@ def cub(root: str | Path, *, split: str = "train") -> Samples:
         line, label = labels[number]
         if label not in places:
             raise DataError(f"{home / LABELS} line {line}: image {id} has class {label}, not in {CLASSES}.")
+        box = None
+        if boxes:
+            line, text = boxes[number]
+            where = f"{home / BOXES} line {line}: image {id}"
+            box = _box(text, picture_size(file, upright=False), where)
         mask = (masks / id).with_suffix(".png") if masks else None
         items.append(
             Sample(
                 id,
                 partial(open_picture, file, upright=False),
                 places[label],
-                (_box(home / BOXES, *boxes[number]),) if boxes else None,
+                (box,) if box else None,
                 partial(open_segmentation, mask) if mask and mask.is_file() else None,
                 path=file,
             )
@@ -114,14 +121,16 @@ def _rows(path: Path) -> Rows:
     return rows
 
 
-def _box(path: Path, line: int, text: str) -> Box:
+def _box(text: str, size: Size | None, where: str) -> Box:
     """x, y, width, height as xyxy: in these lists x + width is the last pixel inside, at most W - 1, and the
     public evaluator reads it so (PROTOCOL 5.6)."""
     try:
         x, y, width, height = map(float, text.split())
     except ValueError:
-        raise DataError(f"{path} line {line}: {text!r} is not x, y, width and height.") from None
+        raise DataError(f"{where} has {text!r}, which is not x, y, width and height.") from None
     corners = (x, y, x + width, y + height)
     if not all(map(math.isfinite, corners)) or min(x, y, width, height) < 0:
-        raise DataError(f"{path} line {line}: the box {text} is inverted or begins outside the picture.")
-    return (int(corners[0]), int(corners[1]), int(corners[2]), int(corners[3]))
+        raise DataError(f"{where} has a box {text} that is inverted or begins outside the picture.")
+    box = (int(corners[0]), int(corners[1]), int(corners[2]), int(corners[3]))
+    check_box(box, size, where)
+    return box

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import os
+import reprlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff"})
 BOXES = "boxes.csv"
+MOST_CLASSES = 100_000  # a label beyond it is a slip, and a name for each class before it fills the memory
+MOST_DIGITS = 18  # of a whole number: it fits 64 bits
 SPLIT_FOLDERS = {  # what to look for, in this order: many data sets have only one of val and test
     "train": ("train",),
     "val": ("val", "valid", "validation", "test"),
@@ -109,7 +112,7 @@ def open_picture(path: str | Path, *, upright: bool = True) -> Image.Image:
         raise DataError(f"cannot read {path}: {reason.rstrip('.')}.") from error
 
 
-def picture_size(path: Path) -> Size | None:
+def picture_size(path: Path, *, upright: bool = True) -> Size | None:
     """Width and height as `open_picture` would give them, from the header; None where that is damaged."""
     from PIL import Image
 
@@ -117,10 +120,17 @@ def picture_size(path: Path) -> Size | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(path) as image:
-                turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+                turned = upright and image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
                 return image.size[::-1] if turned else image.size
     except Exception:  # told of when it is opened
         return None
+
+
+def check_box(box: Box, size: Size | None, where: str) -> None:
+    """DataError, which begins with `where`, for a box that ends beyond a picture of `size`, where that is
+    known; x1 = width and y1 = height are let through, as lists that count from 1 have them."""
+    if size is not None and (box[2] > size[0] or box[3] > size[1]):
+        raise DataError(f"{where} has a box {box} beyond its {size[0]} x {size[1]} pixels: correct it.")
 
 
 def list_pictures(root: Path) -> list[Path]:
@@ -154,6 +164,11 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             yield number, line.strip()
+
+
+def is_whole(text: str) -> bool:
+    """Whether it is a whole number, 0 or more, that fits 64 bits."""
+    return text.isdecimal() and len(text) <= MOST_DIGITS
 
 
 def read_text(path: Path) -> str:
@@ -246,9 +261,7 @@ def _with_boxes(samples: Samples, homes: Sequence[Path]) -> Samples:
             continue  # of another split, or on another thing in the picture
         if str(path) not in sizes:
             sizes[str(path)] = picture_size(path)
-        width, height = sizes[str(path)] or (box[2], box[3])
-        if box[2] > width or box[3] > height:
-            raise DataError(f"{where} has a box {box} beyond its {width} x {height} pixels.")
+        check_box(box, sizes[str(path)], where)
         boxes.setdefault(sample.id, []).append(box)
     marked = (replace(s, boxes=tuple(boxes[s.id])) if s.id in boxes else s for s in samples)
     return Samples(tuple(marked), samples.classes)
@@ -256,19 +269,25 @@ def _with_boxes(samples: Samples, homes: Sequence[Path]) -> Samples:
 
 def _box_rows(file: Path) -> Iterator[tuple[int, str, Box, str]]:
     """Line number, image, box, class name or nothing; a first line of column names is passed over."""
-    rows = csv.reader(read_text(file).splitlines())
-    for row in rows:
-        fields, line = [field.strip() for field in row], rows.line_num
+    reader = csv.reader(read_text(file).splitlines())
+    try:
+        rows = [(reader.line_num, row) for row in reader]
+    except csv.Error as error:
+        raise DataError(
+            f"{file} line {reader.line_num}: {error}: look for a quote that is not closed."
+        ) from error
+    for line, row in rows:
+        fields = [field.strip() for field in row]
         if not any(fields) or (line == 1 and fields[:2] == ["image", "x0"]):
             continue
         if len(fields) not in (5, 6) or not fields[0]:
             raise DataError(
                 f"{file} line {line}: {','.join(row)!r} is not image,x0,y0,x1,y1 or with a class."
             )
-        wrong = next((field for field in fields[1:5] if not field.isdecimal()), None)
+        wrong = next((reprlib.repr(field) for field in fields[1:5] if not is_whole(field)), None)
         if wrong is not None:
             raise DataError(
-                f"{file} line {line}: image {fields[0]} has {wrong!r} where x0,y0,x1,y1 are whole numbers."
+                f"{file} line {line}: image {fields[0]} has {wrong} where x0,y0,x1,y1 are whole numbers."
             )
         x0, y0, x1, y1 = map(int, fields[1:5])
         if x1 < x0 or y1 < y0:

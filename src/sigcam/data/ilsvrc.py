@@ -10,7 +10,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from sigcam.data import Box, Sample, Samples, Size
-from sigcam.data.folder import is_picture, list_pictures, numbered_lines, open_picture
+from sigcam.data.folder import (
+    check_box,
+    is_picture,
+    list_pictures,
+    numbered_lines,
+    open_picture,
+    picture_size,
+)
 from sigcam.errors import DataError
 
 SYNSET = re.compile(r"n\d{8}")
@@ -56,6 +63,9 @@ def ilsvrc(root: str | Path, *, split: str = "train") -> Samples:
                 f"{picture} is of class {synset}, which {_pictures(root, 'train')} does not have."
             )
         boxes = tuple(box for name, box in said.objects if name == synset) if said else ()
+        if said and not said.size:
+            for box in boxes:
+                check_box(box, picture_size(picture, upright=False), f"{notes[picture.stem]}: the picture")
         items.append(
             Sample(
                 picture.relative_to(home.parent).as_posix(),
@@ -94,7 +104,7 @@ def read_notes(path: Path) -> Notes:
             x0, x1 = _cut(x0, x1, width)
             y0, y1 = _cut(y0, y1, height)
             objects.append((thing.findtext("name", "").strip(), (x0, y0, x1, y1)))
-    except (ElementTree.ParseError, ValueError, OSError) as error:
+    except (ElementTree.ParseError, ValueError, OverflowError, LookupError, OSError) as error:
         raise DataError(f"cannot read the boxes of {path}: {error}.") from error
     return Notes(tuple(objects), (width, height) if width > 0 and height > 0 else None)
 

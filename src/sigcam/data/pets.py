@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sigcam.data import Sample, Samples
 from sigcam.data.cub import open_levels
-from sigcam.data.folder import numbered_lines, open_picture
+from sigcam.data.folder import MOST_CLASSES, is_whole, numbered_lines, open_picture
 from sigcam.errors import DataError
 
 if TYPE_CHECKING:
@@ -79,8 +79,10 @@ def _entries(path: Path) -> list[tuple[int, str, int]]:
         if text.startswith("#"):
             continue
         fields = text.split()
-        if len(fields) < 2 or not fields[1].isdecimal() or int(fields[1]) < 1:
-            raise DataError(f"{path} line {line}: {text!r} is not a name and a class, from 1.")
+        if len(fields) < 2 or not is_whole(fields[1]) or not 1 <= int(fields[1]) <= MOST_CLASSES:
+            raise DataError(
+                f"{path} line {line}: {text!r} is not a name and a class, from 1 to {MOST_CLASSES}."
+            )
         if fields[0] in seen:
             raise DataError(f"{path} line {line}: image {fields[0]} is in line {seen[fields[0]]} already.")
         seen[fields[0]] = line

@@ -6,13 +6,14 @@ hold what is known of each, one comma-separated line per picture, box or mask.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sigcam.data import Box, Sample, Samples, Size
-from sigcam.data.folder import numbered_lines, open_picture
+from sigcam.data.folder import MOST_CLASSES, check_box, is_whole, numbered_lines, open_picture
 from sigcam.errors import DataError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ PROXY = "-proxy"  # behind a split's name: its shorter list, image_ids_proxy.txt
 PEEKED = 16  # pictures whose size is looked at before any is opened
 PROTOCOL_SIZE = (224, 224)  # what masks of several sizes are brought to
 Line = tuple[int, str]  # its number, from 1, and its text
+Marks = tuple[tuple[int, Box], ...]  # line number and box
 Masks = tuple[list[Path], list[Path]]  # of objects, and of what to ignore
 
 
@@ -49,7 +51,7 @@ def wsol(root: str | Path, *, split: str = "train", pictures: bool = True) -> Sa
     at = _split_folder(root, whole)
     listed = at / (IDS if whole == split else f"{Path(IDS).stem}_proxy.txt")
     ids = _ids(listed)
-    labels, sizes, boxes = _labels(at / LABELS), _sizes(at / SIZES), dict[str, tuple[Box, ...]]()
+    labels, sizes, boxes = _labels(at / LABELS), _sizes(at / SIZES), dict[str, Marks]()
     masks, lines = dict[str, Masks](), list(_lines(at / PLACES))
     if lines and _box_fields(lines[0][1]):
         boxes = _boxes(at / PLACES, lines, sizes)
@@ -72,9 +74,17 @@ def wsol(root: str | Path, *, split: str = "train", pictures: bool = True) -> Sa
     items = [
         Sample(
             id,
-            partial(open_stored, files.get(id), id, squashed or sizes.get(id), squashed is not None),
+            partial(
+                open_stored,
+                files.get(id),
+                id,
+                squashed or sizes.get(id),
+                squashed is not None,
+                at / PLACES,
+                () if sizes else boxes.get(id, ()),
+            ),
             labels[id][0] if labels else None,
-            boxes[id] if boxes else None,
+            tuple(box for _, box in boxes[id]) if boxes else None,
             partial(open_masks, *map(tuple, masks[id])) if masks else None,
             sizes.get(id),
             files.get(id),
@@ -96,8 +106,14 @@ def holds_metadata(root: str | Path) -> bool:
     return (root / IDS).is_file() or any(next(home.glob(f"*/{IDS}"), None) for home in _homes(root))
 
 
-def open_stored(path: Path | None, id: str, expected: Size | None, squashed: bool) -> Image.Image:
-    """The picture as stored, RGB: boxes are in these pixels, whatever an EXIF tag says of turning it."""
+def open_stored(
+    path: Path | None, id: str, expected: Size | None, squashed: bool, places: Path, boxes: Marks
+) -> Image.Image:
+    """The picture as stored, RGB: boxes are in these pixels, whatever an EXIF tag says of turning it.
+
+    Args:
+        boxes: lines of the file `places` that only now, without a list of sizes, can be seen to be wrong.
+    """
     if path is None:
         raise DataError(f"{id} was read without its picture: open the data set with pictures=True.")
     picture = open_picture(path, upright=False)
@@ -107,6 +123,8 @@ def open_stored(path: Path | None, id: str, expected: Size | None, squashed: boo
             f"image {id}: {path} is {_by(picture.size)} pixels, but {why} "
             f"{'are ' if squashed else ''}{_by(expected)}: correct one of them."
         )
+    for number, box in boxes:
+        check_box(box, picture.size, f"{places} line {number}: image {id}")
     return picture
 
 
@@ -139,9 +157,10 @@ def nearest(mask: NDArray[Any], size: tuple[int, int]) -> NDArray[Any]:
 
 
 def _homes(root: Path) -> tuple[Path, ...]:
-    """Folders that may hold splits: root/metadata, root, and ../../metadata/<name> of dataset/<name>."""
-    here = root.absolute()
-    return root / "metadata", root, here.parent.parent / "metadata" / here.name
+    """Folders that may hold splits: root/metadata, root, and ../../metadata/<name> of dataset/<name>, root
+    being that folder or a link to it."""
+    beside = (here.parent.parent / "metadata" / here.name for here in (root.absolute(), root.resolve()))
+    return root / "metadata", root, *beside
 
 
 def _split_folder(root: Path, split: str) -> Path:
@@ -160,10 +179,12 @@ def _split_folder(root: Path, split: str) -> Path:
 
 def _tops(root: Path, at: Path) -> list[Path]:
     """Where pictures and masks may be: the data set's folder, from wherever root points into it."""
-    here = at.absolute()
-    above = [*here.parents][:3]
-    beside = [above[2] / "dataset" / above[0].name] if len(above) == 3 else []
-    return [root, *above[:2], *beside]
+    tops = [root]
+    for here in (at.absolute(), at.resolve()):
+        above = [*here.parents][:3]
+        tops += above[:2]
+        tops += [above[2] / "dataset" / above[0].name] if len(above) == 3 else []
+    return tops
 
 
 def _picture_files(root: Path, listed: Path, split: str, ids: Sequence[str]) -> dict[str, Path]:
@@ -202,11 +223,13 @@ def _class_names(at: Path, labels: Sequence[int]) -> tuple[str, ...]:
     file = next((f for f in (at / "classes.txt", at.parent / "classes.txt") if f.is_file()), None)
     if file is None:
         return tuple(f"class {label}" for label in range(max(labels, default=-1) + 1))
-    names = tuple(text for _, text in _lines(file))
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise DataError(f"{file}: class {twice!r} is there twice: give each class a name of its own.")
-    return names
+    names = dict[str, int]()
+    for number, name in _lines(file):
+        if names.setdefault(name, number) != number:
+            raise DataError(
+                f"{file} line {number}: class {name!r} is in line {names[name]} already: rename one."
+            )
+    return tuple(names)
 
 
 def _squashed(files: Mapping[str, Path], sizes: Mapping[str, Size], said: Path) -> Size | None:
@@ -227,9 +250,10 @@ def _squashed(files: Mapping[str, Path], sizes: Mapping[str, Size], said: Path) 
     others = sum(size != sizes[id] for id, size in seen.items())
     if len(set(seen.values())) == 1 < len(seen) < 2 * others:
         return seen[wrong]
+    number = next(n for n, id, _ in _whole_numbers(said, 2, "") if id == wrong)
     raise DataError(
-        f"{said}: image {wrong} is {_by(sizes[wrong])}, but {files[wrong]} is {_by(seen[wrong])} pixels: "
-        "correct one of them."
+        f"{said} line {number}: image {wrong} is {_by(sizes[wrong])}, but {files[wrong]} is "
+        f"{_by(seen[wrong])} pixels: correct one of them."
     )
 
 
@@ -259,6 +283,10 @@ def _labels(path: Path) -> dict[str, tuple[int, int]]:
     """(label, line number) by id."""
     labels = dict[str, tuple[int, int]]()
     for number, id, (label,) in _whole_numbers(path, 1, "<id>,<label>"):
+        if label >= MOST_CLASSES:
+            raise DataError(
+                f"{path} line {number}: image {id} has label {label}: correct it to one below {MOST_CLASSES}."
+            )
         if labels.get(id, (label, 0))[0] != label:
             before = labels[id]
             raise DataError(
@@ -281,16 +309,14 @@ def _sizes(path: Path) -> dict[str, Size]:
     return sizes
 
 
-def _boxes(path: Path, lines: Iterable[Line], sizes: Mapping[str, Size]) -> dict[str, tuple[Box, ...]]:
-    boxes = dict[str, tuple[Box, ...]]()
+def _boxes(path: Path, lines: Iterable[Line], sizes: Mapping[str, Size]) -> dict[str, Marks]:
+    boxes = dict[str, Marks]()
     for number, id, (x0, y0, x1, y1) in _whole_numbers(path, 4, "<id>,<x0>,<y0>,<x1>,<y1>", lines):
         where, box = f"{path} line {number}: image {id}", (x0, y0, x1, y1)
         if x1 < x0 or y1 < y0:
             raise DataError(f"{where} has an inverted box {box}: write x0, y0, x1, y1.")
-        width, height = sizes.get(id, (x1, y1))
-        if x1 > width or y1 > height:
-            raise DataError(f"{where} has a box {box} beyond its {width} x {height} pixels.")
-        boxes[id] = (*boxes.get(id, ()), box)
+        check_box(box, sizes.get(id), where)
+        boxes[id] = (*boxes.get(id, ()), (number, box))
     return boxes
 
 
@@ -331,10 +357,10 @@ def _whole_numbers(
         id, *fields = (part.strip() for part in text.rsplit(",", count))
         if len(fields) != count or not id:
             raise DataError(f"{path} line {number}: {text!r} is not {layout}.")
-        wrong = next((field for field in fields if not field.isdecimal()), None)
+        wrong = next((reprlib.repr(field) for field in fields if not is_whole(field)), None)
         if wrong is not None:
             raise DataError(
-                f"{path} line {number}: image {id} has {wrong!r} where {layout} has a whole number."
+                f"{path} line {number}: image {id} has {wrong} where {layout} has a whole number."
             )
         yield number, id, [int(field) for field in fields]
 
