@@ -76,6 +76,15 @@ def localisation() -> str:
     return by_row(list(SETS.values()), *cells, bold=len(SETS))
 
 
+def gradients() -> str:
+    """The same for Grad-CAM, at the network's own size."""
+
+    def cell(kind: tuple[str, bool], dataset: str) -> str:
+        return f"{one('table2', kind, dataset=dataset, method='grad-cam')[located(dataset)]:.1f}"
+
+    return by_row(list(SETS.values()), *(lambda kind, d=d: cell(kind, d) for d in SETS), bold=len(SETS))
+
+
 def differences() -> str:
     def line(name: str, kind: tuple[str, bool], which: str, zoom: float = 1.0) -> list[str]:
         rows = {d: one("table2", kind, dataset=d, method="cam", zoom=zoom) for d in SETS}
@@ -176,6 +185,7 @@ def published() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "localisation": localisation,
+    "gradients": gradients,
     "differences": differences,
     "confidence": confidence,
     "sources": sources,

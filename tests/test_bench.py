@@ -129,6 +129,9 @@ def test_a_table_has_every_row_with_interval_and_difference_and_goes_on_where_it
     for name in ("table2.md", "table2.csv", "index.html", "manifest.json"):
         assert (plan.output / name).stat().st_size > 100
     before = (plan.output / "table2.json").read_text()
+    manifest = json.loads((plan.output / "manifest.json").read_text())
+    assert manifest["numbers"] == {"table2": held["rows"]}
+    assert all(row["data_fingerprint"] and row["model_fingerprint"] for row in held["rows"])
 
     def never(*args: Any, **options: Any) -> Any:
         raise AssertionError("it was evaluated before")

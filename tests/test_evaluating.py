@@ -649,6 +649,10 @@ def test_the_command_scores_maps_without_pictures_or_network(monkeypatch, place,
     assert json.loads((place / "out" / "manifest.json").read_text())["maps"] == str(place / "maps")
     assert run(monkeypatch, *words(place, "--maps", place / "maps", "--limit", 2)) == 0
     assert "2 images" in capsys.readouterr().out
+    (place / "elsewhere").rename(place / "birds" / "images")
+    (place / "birds" / "metadata" / "test" / "image_sizes.txt").unlink()  # then the pictures tell
+    assert run(monkeypatch, *words(place, "--maps", place / "maps", "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == told["rows"]
 
 
 @pytest.mark.parametrize(
@@ -663,6 +667,7 @@ def test_the_command_scores_maps_without_pictures_or_network(monkeypatch, place,
         (("--metrics", "pxab"), "pxab"),
         (("--metrics", "pxap"), "the data has no masks"),
         (("--metrics", "gt_known_loc", "--val-split", "val"), "--val-split"),
+        (("--val-split", "test"), "5 of 5 images, the first"),
         (("--maps", "nowhere"), "not a folder"),
         (("--maps", "nowhere", "--branches", "softmax"), "without a network"),
         (("--limit", "0"), "--limit"),
@@ -689,6 +694,23 @@ def test_a_bad_map_or_picture_leaves_nothing_half_written(monkeypatch, place, ca
     (place / "birds" / "images" / ids[2]).write_bytes(b"nothing")
     assert run(monkeypatch, *words(place)) == 2
     assert ids[2] in capsys.readouterr().err and not (place / "out").exists()
+    assert run(monkeypatch, *words(place, "--skip-unreadable", "--json")) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["about"]["images"] == 4 and [name for name, _ in told["skipped"]] == [ids[2]]
+
+
+def test_thresholds_never_come_from_the_pictures_that_are_measured(monkeypatch, place, capsys) -> None:
+    for split, count in (("train", 2), ("test", 3)):  # no val: test is taken for it
+        for i in range(2 * count):
+            path = place / "folder" / split / f"k{i % 2}" / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (40, 30), (40 * i, 0, 0)).save(path)
+    rows = [f"k{i % 2}/{i}.png,2,2,20,20" for i in range(6)]
+    (place / "folder" / "test" / "boxes.csv").write_text("\n".join(["image,x0,y0,x1,y1", *rows]))
+    wanted = ("--data", place / "folder", "--split", "test", "--val-split")
+    assert run(monkeypatch, *words(place, *wanted, "val")) == 2
+    assert "are in split test too" in capsys.readouterr().err
+    assert not (place / "out").exists()
 
 
 def test_every_measure_can_be_asked_for(net: DualBranch, samples: Samples) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from tiny import Gap
 from sigcam import resuming
 from sigcam.data import Samples
 from sigcam.evaluating import evaluate
+from sigcam.manifest import files_fingerprint
+from sigcam.models import Preprocess
 
 METRICS = ["max_box_acc_v2", "pxap", "average_drop", "top1_cls"]
 
@@ -68,7 +71,16 @@ def test_a_killed_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "other", [{"batch_size": 3}, {"metrics": METRICS[:2]}, {"clamps": (True,)}, {"class_from": "predicted"}]
+    "other",
+    [
+        {"batch_size": 3},
+        {"metrics": METRICS[:2]},
+        {"clamps": (True,)},
+        {"class_from": "predicted"},
+        {"zoom": 2.0},
+        {"scorers": ("branch",)},
+        {"transform": Preprocess(32, 48, bgr=True)},
+    ],
 )
 def test_sums_of_another_evaluation_are_not_taken(tmp_path: Path, other: dict[str, Any]) -> None:
     path = tmp_path / "unfinished"
@@ -78,6 +90,20 @@ def test_sums_of_another_evaluation_are_not_taken(tmp_path: Path, other: dict[st
     found = run(path, opened=opened, **other)
     assert len(set(opened)) == COUNT
     assert found.rows == run(None, **other).rows
+
+
+def test_pictures_and_masks_that_changed_since_are_told(tmp_path: Path) -> None:
+    def print_of() -> str:
+        item = replace(
+            sample(0), path=tmp_path / "a.png", open_mask=partial(print, (tmp_path / "m.png",), ())
+        )
+        return files_fingerprint(Samples((item,), CLASSES))
+
+    seen = [print_of()]
+    for name in ("a.png", "m.png", "a.png"):
+        (tmp_path / name).write_bytes(b"x" * len(seen))
+        seen.append(print_of())
+    assert len(set(seen)) == 4 and print_of() == seen[-1]
 
 
 def test_a_file_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:

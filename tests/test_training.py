@@ -3,6 +3,7 @@
 import hashlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -160,6 +161,9 @@ def test_a_checkpoint_of_another_run_is_refused(place: Path):
         train_classifier(again, samples, TrainConfig(epochs=4, batch_size=5), checkpoint=place / "e.pt")
     with pytest.raises(DataError, match="other weights"):
         train_classifier(classifier, samples, SHORT, checkpoint=place / "e.pt")
+    cut = replace(again, transform=replace(again.transform, resize=40))
+    with pytest.raises(DataError, match="other preprocessing"):
+        train_classifier(cut, samples, SHORT, checkpoint=place / "e.pt")
     (place / "e.pt").write_bytes(b"nothing")
     with pytest.raises(DataError, match="remove it"):
         train_classifier(again, samples, SHORT, checkpoint=place / "e.pt")

@@ -92,8 +92,6 @@ def _finish(plan: Plan) -> None:
         write_text(plan.output / "index.html", html(held, overheads, figures))
         for table in held:
             typer.echo((plan.output / f"{table['table']}.md").read_text())
-    names = ("dataset", "backbone", "classifier", "data_fingerprint", "model_fingerprint")
-    of = {table["table"]: [*{tuple(map(row.get, names)): 0 for row in table["rows"]}] for table in held}
-    told = {name: [dict(zip(names, each, strict=True)) for each in found] for name, found in of.items()}
-    write_manifest(plan.output, data=str(plan.data), seed=plan.seed, backbone=plan.backbone, tables=told)
+    about = {"data": str(plan.data), "seed": plan.seed, "backbone": plan.backbone}
+    write_manifest(plan.output, **about, numbers={table["table"]: table["rows"] for table in held})
     typer.echo(f"tables, figures and index.html are in {plan.output}")
