@@ -1,4 +1,4 @@
-"""Draws the figures of docs/mathematics.md and docs/reading-maps.md from what `sigcam demo` made.
+"""Draws the figures of docs/mathematics.md, reading-maps.md and results.md from what `sigcam demo` made.
 
     sigcam demo --output sigcam-demo && python scripts/make_figures.py sigcam-demo docs/images
 
@@ -11,6 +11,7 @@ import copy
 import math
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from PIL import Image
 from torch import Tensor
 
 import sigcam
+from sigcam.bench.paper import ROWS
 from sigcam.data import Sample
 from sigcam.data.shapes import scenes, shapes
-from sigcam.draw import HEAT, SIGNED, with_outline
+from sigcam.draw import HEAT, SIGNED, grid, overlay, with_boxes, with_outline
 from sigcam.dual import DualBranch
 from sigcam.explaining import Drawing, explain_passage
 from sigcam.probe import Branch
@@ -43,7 +45,7 @@ import matplotlib.pyplot as plt  # noqa: E402 (after the back end is chosen)
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm  # noqa: E402
 
 COLOURS: dict[Branch, str] = {"softmax": "#4a0c6b", "centred": "#cf4446", "sigmoid": "#e07b00"}
-GREY = "#6b6b70"
+GREY, RED = "#6b6b70", "#e53935"
 WARM = LinearSegmentedColormap.from_list("heat", [f"#{c}" for c in HEAT])
 BOTH = LinearSegmentedColormap.from_list("signed", [f"#{c}" for c in SIGNED])
 
@@ -62,12 +64,16 @@ def main(demo: Path, images: Path, *names: str) -> None:
         "methods.png": lambda: methods(net, sample),
         "additive.png": lambda: additive(net, sample),
         "nothing.png": lambda: nothing(net, sample, empty),
+        "results-maps.jpg": lambda: controls(net, list(islice((s for s in tests if rightly(net, s)), 4))),
     }
     for name in names or drawn:
         figure = drawn[name]()
         options: dict[str, Any] = {"metadata": {"Date": None}} if name.endswith("svg") else {"dpi": 100}
-        figure.savefig(images / name, bbox_inches="tight", **options)
-        plt.close(figure)
+        if isinstance(figure, Image.Image):
+            figure.save(images / name, quality=75)
+        else:
+            figure.savefig(images / name, bbox_inches="tight", **options)
+            plt.close(figure)
         print(f"{name}: {(images / name).stat().st_size / 1000:.0f} kB")
     rows = net.last_layer("softmax").get_parameter("weight").detach().double()
     published = sigcam.load_classifier("embedded").model.get_parameter("classifier.weight").detach().double()
@@ -302,6 +308,26 @@ def nothing(net: DualBranch, sample: Sample, empty: Sample) -> Any:
         bare(ax)
     figure.colorbar(shown, ax=axes[:, 2], shrink=0.6, label="logits")
     return figure
+
+
+def controls(net: DualBranch, samples: list[Sample]) -> Any:
+    """CAM maps of some pictures in the six ways of the benchmark's tables; box green, ground truth red."""
+    net = copy.deepcopy(net).float()
+    lines, captions = list[list[Any]](), list[list[str]]()
+    for sample in samples:
+        assert sample.boxes is not None and sample.label is not None
+        truth = [list(box) for box in sample.boxes]
+        line, said = [with_boxes(sample.open(), truth, RED)], [net.class_names[sample.label]]
+        for branch, clamp in ROWS.values():
+            ex = sigcam.explain(net, [sample.open()], "cam", branch=branch, clamp=clamp)
+            shown = with_boxes(overlay(sample.open(), ex.maps[0]), truth, RED)
+            line.append(with_boxes(shown, ex.boxes(0.2)[0].tolist()))
+            score = float(ex.evidence[0] if branch == "sigmoid" else ex.probability[0])
+            said.append(f"{'evidence' if branch == 'sigmoid' else 'probability'} {score:.2f}")
+        lines.append(line)
+        captions.append(said)
+    heads = [f"{branch}, {'clamped' if clamp else 'signed'}" for branch, clamp in ROWS.values()]
+    return grid(lines, columns=("ground truth", *heads), captions=captions)
 
 
 def bare(ax: Any) -> None:
