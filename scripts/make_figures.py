@@ -327,7 +327,8 @@ def controls(net: DualBranch, samples: list[Sample]) -> Any:
         lines.append(line)
         captions.append(said)
     heads = [f"{branch}, {'clamped' if clamp else 'signed'}" for branch, clamp in ROWS.values()]
-    return grid(lines, columns=("ground truth", *heads), captions=captions)
+    drawn = grid(lines, columns=("ground truth", *heads), captions=captions)
+    return drawn.resize((drawn.width * 3 // 4, drawn.height * 3 // 4), Image.Resampling.LANCZOS)
 
 
 def bare(ax: Any) -> None:
