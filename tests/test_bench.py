@@ -335,6 +335,46 @@ def test_all_makes_what_it_can_and_then_says_what_it_could_not(
     assert not {"table1.json", "overhead.json"} & made
 
 
+def test_damaged_work_is_made_anew_or_named(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    run_bench("table2", plan, None)
+    before = json.loads((plan.output / "table2.json").read_text())["rows"]
+    (part,) = (plan.output / "parts").glob("*.json")
+    part.write_text(part.read_text()[:500])
+    (plan.output / "table1.json").write_text("{}")
+    (plan.output / "nwc.json").write_text('{"table')
+    run_bench("table2", plan, None)
+    assert json.loads((plan.output / "table2.json").read_text())["rows"] == before
+    said = capsys.readouterr().err
+    assert "table1.json is damaged" in said and "nwc.json is damaged" in said
+    (branch,) = (plan.output / "models").glob("*/branch-*.safetensors")
+    branch.write_bytes(branch.read_bytes()[:40])
+    with pytest.raises(DataError, match=f"remove {branch} and run again"):
+        run_bench("table2", plan, None)
+
+
+def test_what_cannot_be_measured_is_said_before_the_work(plan: Plan) -> None:
+    with pytest.raises(DataError, match="vgg16 brings its own classifier: leave --model out"):
+        run_bench("vgg16", plan, None)
+    for split in ("train", "test"):
+        (plan.data / "cub" / "metadata" / split / "localization.txt").unlink()
+    with pytest.raises(DataError, match="cub has no boxes to measure maps by"):
+        run_bench("table2", plan, None)
+    assert not (plan.output / "models").exists()
+
+
+def test_images_of_the_shipped_branch_are_nowhere(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    birds(plan.data, "ilsvrc")
+    plan = replace(plan, backbone="embedded")
+    seen = bench_run.SHIPPED.with_suffix(".json").read_text()
+    for kept, ids in ((33, ["test/0.png", "1.png", "2"]), (0, [str(i) for i in range(36)])):
+        monkeypatch.setattr(bench_run, "SHIPPED", plan.output.parent / "branch.safetensors")
+        (plan.output.parent / "branch.json").write_text(json.dumps(json.loads(seen) | {"ids": ids}))
+        if kept:
+            assert len(plan.samples("ilsvrc", "test", None)) == kept
+    with pytest.raises(DataError, match="was fitted on all 36 images"):
+        plan.samples("ilsvrc", "test", None)
+
+
 def test_images_that_were_learned_from_are_not_measured(plan: Plan) -> None:
     home = plan.data / "cub"
     shutil.rmtree(home / "metadata")

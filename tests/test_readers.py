@@ -489,6 +489,17 @@ def test_the_evaluators_imagenet_lines_are_read(tmp_path: Path) -> None:
     check_paths(samples)
 
 
+def test_a_breed_of_pets_has_one_number(tmp_path: Path) -> None:
+    at = tmp_path / "annotations"
+    at.mkdir()
+    (tmp_path / "images").mkdir()
+    for name in ("cat_1", "cat_2"):
+        Image.new("RGB", (9, 9)).save(tmp_path / "images" / f"{name}.jpg")
+    (at / "trainval.txt").write_text("cat_1 1 1 1\ncat_2 9 1 1\n")
+    with pytest.raises(DataError, match=r"trainval\.txt line 2: image cat_2 has class 9; cat is 1 elsewhere"):
+        open_dataset(tmp_path, format="pets")
+
+
 def test_the_evaluators_second_set_of_birds_is_the_val_split(tmp_path: Path) -> None:
     id = "001.Black_footed_Albatross/Black_Footed_Albatross_0046_18.jpg"
     for split, path in (("val", "val2/0/0.jpeg"), ("test", id)):

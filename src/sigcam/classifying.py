@@ -379,7 +379,7 @@ def _read_checkpoint(path: Path, identity: dict[str, Any], epochs: int) -> dict[
         held: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         other = [key for key, value in identity.items() if held["identity"].get(key) != value]
         done = len(held["history"])
-    except (RuntimeError, pickle.UnpicklingError, KeyError, EOFError, AttributeError) as error:
+    except (RuntimeError, pickle.UnpicklingError, KeyError, EOFError, AttributeError, OSError) as error:
         raise DataError(f"cannot read {path}: remove it to begin anew, or use another output.") from error
     if other:
         raise DataError(

@@ -309,7 +309,10 @@ def bench(
     """Make the paper's tables and figures on your data, with controls and intervals; it can be resumed."""
     from sigcam.bench.command import run_bench
     from sigcam.bench.run import Plan
+    from sigcam.errors import DataError
 
+    if quick and full:
+        raise DataError("--quick and --full are opposites: give one of them.")
     some, zoom = (100, 1.0) if quick else (None, 2.0)
     confidence = None if full else some or 300
     where: Any = {"device": device, "batch_size": batch_size, "workers": workers, "seed": seed}

@@ -116,8 +116,8 @@ def open_splits(path: str, format: str) -> dict[str, Samples]:
                 raise
             missing = error
             continue
-        ids = [sample.id for sample in samples]
-        same = next((names for names, other in found if [s.id for s in other] == ids), None)
+        files = [sample.path or sample.id for sample in samples]
+        same = next((names for names, other in found if [s.path or s.id for s in other] == files), None)
         # shapes numbers each split's pictures alike, but they are others
         if same is None or format == "shapes":
             found.append(([name], samples))

@@ -53,7 +53,7 @@ def files_fingerprint(samples: Samples) -> str:
         bound: tuple[Any, ...] = getattr(sample.open_mask, "args", ())  # a reader binds the files of a mask
         masks = [path for each in bound for path in (each if isinstance(each, tuple) else (each,))]
         for path in (sample.path, *masks):
-            digest.update(f"{path}\0{stamp(path)}\n".encode() if isinstance(path, Path) else b"\n")
+            digest.update(f"{stamp(path)}\n".encode() if isinstance(path, Path) else b"\n")
     return digest.hexdigest()
 
 

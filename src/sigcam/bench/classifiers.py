@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ from sigcam.config import FitConfig, TrainConfig
 from sigcam.data import Samples
 from sigcam.dist import alone, rank, wait, world
 from sigcam.dual import DualBranch, attach, fingerprint, load
+from sigcam.errors import DataError, SigcamError
 from sigcam.features import Data, Features, Progress, extract
 from sigcam.fitting import fit
 from sigcam.labels import match_classes
@@ -67,7 +70,8 @@ def network(
             home.mkdir(parents=True, exist_ok=True)
             net.save(file)
         wait()
-    return _prepared(load(file, _last(classifier)), classifier)
+    with _kept(file):
+        return _prepared(load(file, _last(classifier)), classifier)
 
 
 def _trained(plan: Plan, dataset: str, progress: Progress) -> tuple[Classifier, Samples, Path]:
@@ -84,8 +88,18 @@ def _trained(plan: Plan, dataset: str, progress: Progress) -> tuple[Classifier, 
         home.mkdir(parents=True, exist_ok=True)
         _train(plan, train, weights, progress)
     wait()
-    classifier = load_classifier(plan.backbone, weights=weights, **how)
+    with _kept(weights):
+        classifier = load_classifier(plan.backbone, weights=weights, **how)
     return classifier, train, home
+
+
+@contextmanager
+def _kept(file: Path) -> Iterator[None]:
+    """Says how to get past a file of earlier work that cannot be read."""
+    try:
+        yield
+    except SigcamError as error:
+        raise DataError(f"{error} It was kept by an earlier run: remove {file} and run again.") from error
 
 
 def _made_of(plan: Plan, train: Samples, classifier: Classifier) -> list[Any]:

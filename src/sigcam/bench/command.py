@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ def run_bench(target: str, plan: Plan, threads: int | None) -> None:
     """Runs a target, or all, with the other processes if torchrun started some."""
     if target not in TARGETS:
         raise DataError(f"there is no target {target!r}: choose one of {', '.join(TARGETS)}.")
+    if target in ("lite2", "stages", "vgg16") and plan.backbone != "embedded":
+        raise DataError(f"{target} brings its own classifier: leave --model out.")
     need_report()
     if not plan.data.is_dir():
         raise DataError(f"{plan.data} does not exist: give the folder that holds {', '.join(DATASETS)}.")
@@ -82,11 +85,8 @@ def _figures(plan: Plan, dataset: str, progress: Progress) -> None:
 
 def _finish(plan: Plan) -> None:
     """The page of all tables that are there, and what was written."""
-    held = [
-        json.loads(path.read_text()) for name in TABLES if (path := plan.output / f"{name}.json").is_file()
-    ]
-    measured = plan.output / "overhead.json"
-    overheads = json.loads(measured.read_text()) if measured.is_file() else None
+    held = [table for name in TABLES if (table := _written(plan.output / f"{name}.json"))]
+    overheads = _written(plan.output / "overhead.json")
     figures = sorted((plan.output / "figures").glob("*.png"))
     if held or overheads or figures:
         write_text(plan.output / "index.html", html(held, overheads, figures))
@@ -95,3 +95,15 @@ def _finish(plan: Plan) -> None:
     about = {"data": str(plan.data), "seed": plan.seed, "backbone": plan.backbone}
     write_manifest(plan.output, **about, numbers={table["table"]: table["rows"] for table in held})
     typer.echo(f"tables, figures and index.html are in {plan.output}")
+
+
+def _written(path: Path) -> dict[str, Any] | None:
+    """What the file holds, if it is there and can be read."""
+    if not path.is_file():
+        return None
+    try:
+        held: dict[str, Any] = json.loads(path.read_text())
+        return {**held, "table": held["table"]}
+    except (ValueError, TypeError, KeyError):
+        typer.echo(f"{path} is damaged and left off the page: make it again, or remove it.", err=True)
+        return None

@@ -135,9 +135,10 @@ def _measured(row: Row) -> str:
     return " for confidence" if "average_drop" in row else ""
 
 
-def verdict(row: Row, column: str) -> bool | None:
-    """Whether the row is better than the baseline beyond doubt (True), worse (False), or neither."""
-    delta = row["delta"].get(column)
+def verdict(row: Row, column: str, than: str = "delta") -> bool | None:
+    """Whether the row is better than the baseline (than="beside": than clamped softmax maps) beyond doubt
+    (True), worse (False), or neither."""
+    delta = row[than].get(column)
     if delta is None or column == "mean_map" or delta[1] <= 0 <= delta[2]:
         return None
     return bool((delta[0] < 0) == (column in LOWER))
@@ -208,7 +209,9 @@ def html(tables: Sequence[dict[str, Any]], overheads: dict[str, Any] | None, fig
             )
         )
     if figures:
-        told = "Maps and the boxes around them at 0.2 of the peak, green; ground truth red."
+        told = (
+            "CAM maps of the predicted class, named below; boxes at 0.2 of the peak green, ground truth red."
+        )
         shots = [
             Figure(Shot(data_uri(Image.open(path)), f"{path.stem}: maps side by side")) for path in figures
         ]
@@ -231,7 +234,14 @@ def _number(row: Row, column: str) -> Number | None:
     value, least, most = row["delta"].get(column, (None, 0.0, 0.0))
     difference = None if value is None else (value, least, most)
     paper, beside = row["published"].get(column), row.get("beside", {}).get(column)
-    notes = [] if beside is None else ["{:+.2f} ({:+.1f} to {:+.1f}) beside clamped softmax".format(*beside)]
+    notes = (
+        []
+        if beside is None
+        else [
+            "{:+.2f} ({:+.1f} to {:+.1f}) beside clamped softmax".format(*beside)
+            + f" {SIGNS[verdict(row, column, 'beside')]}".rstrip()
+        ]
+    )
     notes += [] if paper is None else [f"paper {paper:.2f}"]
     return Number(row[column], low, high, difference, verdict(row, column), "; ".join(notes))
 
@@ -351,8 +361,10 @@ def qualitative(plan: Plan, dataset: str, progress: Progress, rows: int = 6) -> 
             ex = explain(net, [picture], method, branch=branch, clamp=clamp, zoom=zoom)  # type: ignore[arg-type]
             shown = with_boxes(overlay(picture, ex.maps[0]), truth, "#e53935")
             line.append(with_boxes(shown, ex.boxes(0.2)[0].tolist()))
-            score = ex.probability if branch == "softmax" else ex.evidence
-            said.append(f"{ex.name(int(ex.classes[0]))}\n{float(score[0]):.3f}")
+            kind, score = (
+                ("probability", ex.probability) if branch == "softmax" else ("evidence", ex.evidence)
+            )
+            said.append(f"{ex.name(int(ex.classes[0]))}\n{kind} {float(score[0]):.3f}")
         drawn.append(line)
         captions.append(said)
         progress("figures", number + 1, len(samples))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -77,6 +78,8 @@ class Plan:
     def samples(self, dataset: str, split: str, count: int | None) -> Samples:
         """All of a split, or as many, drawn with the seed."""
         found = open_dataset(self.data / dataset, split=split)
+        if split == "test" and self.ships(dataset):
+            found = _unseen(found, self.data / dataset)
         if count is None or count >= len(found):
             return found
         generator = torch.Generator().manual_seed(self.seed)
@@ -142,13 +145,12 @@ def measured(
     """A row for each method and branch, clamped and not, with intervals and the differences from the softmax
     head's signed maps (`delta`) and, of clamped ones, from its clamped maps (`beside`). They come from the
     output folder if this very evaluation was done before."""
-    samples = _unseen(samples) if plan.ships(dataset) else samples
     samples = match_classes(samples, net.classes, net.class_names)
     made_of = shaping(net, samples, net.transform), how, plan.batch_size, CONTROL
     path = plan.output / "parts" / f"{name}-{key_of(made_of)[:12]}.json"
-    if path.is_file():
-        rows: list[Row] = json.loads(path.read_text())
-        return rows
+    with suppress(OSError, ValueError):  # not there, or damaged: it is made anew
+        kept: list[Row] = json.loads(path.read_text())
+        return kept
     result = evaluate(
         net,
         samples,
@@ -168,10 +170,14 @@ def measured(
     return rows
 
 
-def _unseen(samples: Samples) -> Samples:
+def _unseen(samples: Samples, place: Path) -> Samples:
     """Without the images that the branch of the embedded classifier was fitted on."""
     seen = {Path(name).stem for name in json.loads(SHIPPED.with_suffix(".json").read_text())["ids"]}
     kept = tuple(sample for sample in samples if Path(sample.id).stem not in seen)
+    if not kept:
+        raise DataError(
+            f"the branch that comes with sigcam was fitted on all {len(samples)} images of {place}."
+        )
     return Samples(kept, samples.classes)
 
 
@@ -252,9 +258,18 @@ def table2(plan: Plan, progress: Progress) -> list[Row]:
     """Localisation by boxes and by pixels, at the network's own size and enlarged."""
     rows = list[Row]()
     for dataset in there(plan, DATASETS):
+        _need_places(plan, dataset)
+    for dataset in there(plan, DATASETS):
         net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
         rows += locating_rows(plan, net, dataset, progress)
     return rows
+
+
+def _need_places(plan: Plan, dataset: str) -> None:
+    """DataError, before any work, if nothing says where the data set's objects are."""
+    what, field = ("masks", "open_mask") if dataset in MASKED else ("boxes", "boxes")
+    if all(getattr(sample, field) is None for sample in plan.samples(dataset, "test", None)):
+        raise DataError(f"{plan.data / dataset} has no {what} to measure maps by: add them, or leave it out.")
 
 
 def locating_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progress) -> list[Row]:
@@ -295,7 +310,7 @@ def numbers_of(dataset: str) -> tuple[str, ...]:
 
 def nwc(plan: Plan, progress: Progress) -> list[Row]:
     """What keeping positive weights alone gives: rows of table 2."""
-    return [row for row in table2(plan, progress) if row["zoom"] == 1]
+    return table2(replace(plan, zoom=1.0), progress)
 
 
 def pos_weight(plan: Plan, progress: Progress) -> list[Row]:
@@ -323,7 +338,7 @@ def sources(plan: Plan, progress: Progress) -> list[Row]:
     for number, (said, config) in enumerate(fits.items()):
         negatives = plan.samples("cars", "train", plan.learning) if "negatives" in said else None
         net = network(plan, dataset, config, progress, negatives)
-        how: Any = {"methods": METHODS[:1], "clamps": (False, True), "metrics": LOCATING[:2]}
+        how: Any = {"methods": methods_of(net)[:1], "clamps": (False, True), "metrics": LOCATING[:2]}
         made = measured(plan, f"sources-{number}", net, dataset, samples, progress, branches=BRANCHES, **how)
         known = {} if nothing is None else _knows(plan, net, samples, nothing, progress)
         for row in made:

@@ -29,7 +29,7 @@ def pets(root: str | Path, *, split: str = "train") -> Samples:
     found = [part for part, name in LISTS.items() if (at / name).is_file()]
     if split not in found:
         raise DataError(f"{root} has no split {split!r}: it has {', '.join(found) or 'no annotations'}.")
-    names = dict[int, str]()
+    names, numbers = dict[int, str](), dict[str, int]()
     items = list[Sample]()
     for part in found:
         file = at / LISTS[part]
@@ -37,6 +37,8 @@ def pets(root: str | Path, *, split: str = "train") -> Samples:
             where, breed = f"{file} line {line}: image {name}", name.rpartition("_")[0]
             if names.setdefault(label, breed) != breed:
                 raise DataError(f"{where} has class {label + 1}, which is {names[label]} elsewhere.")
+            if numbers.setdefault(breed, label) != label:
+                raise DataError(f"{where} has class {label + 1}; {breed} is {numbers[breed] + 1} elsewhere.")
             if part != split:
                 continue
             picture, trimap = root / "images" / f"{name}.jpg", at / "trimaps" / f"{name}.png"
