@@ -26,9 +26,13 @@ Skips = list[tuple[str, str]]
 def shaping(net: DualBranch, samples: Samples, transform: Any) -> list[Any]:
     """All of a network, of images and of this machine that numbers depend on, in a form to compare."""
     prints = fingerprint(net.origin), fingerprint(net.sigmoid), repr(net.origin), repr(net.split)
+    return [*prints, net.model is net.origin, *circumstances(samples, transform, net.device)]
+
+
+def circumstances(samples: Samples, transform: Any, device: torch.device) -> list[Any]:
+    """What numbers depend on besides a network: images, preprocessing, machine."""
     images = data_fingerprint(samples), files_fingerprint(samples), str(transform)
-    machine = net.model is net.origin, net.device.type, torch.get_num_threads(), versions()
-    return [*prints, *images, *machine]
+    return [*images, device.type, torch.get_num_threads(), versions()]
 
 
 class Standing:

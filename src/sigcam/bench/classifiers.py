@@ -23,9 +23,10 @@ from sigcam.errors import DataError, SigcamError
 from sigcam.features import Data, Features, Progress, extract
 from sigcam.fitting import fit
 from sigcam.labels import match_classes
-from sigcam.manifest import data_fingerprint, files_fingerprint, versions
+from sigcam.manifest import data_fingerprint, files_fingerprint
 from sigcam.models import Classifier, load_classifier, save_classifier
 from sigcam.opening import SHIPPED
+from sigcam.resuming import circumstances
 from sigcam.training import train_probe
 
 if TYPE_CHECKING:
@@ -104,9 +105,8 @@ def _kept(file: Path) -> Iterator[None]:
 
 def _made_of(plan: Plan, train: Samples, classifier: Classifier) -> list[Any]:
     """What a classifier that is kept depends on besides its recipe."""
-    images = data_fingerprint(train), files_fingerprint(train), str(classifier.transform)
-    machine = torch.device(plan.device).type, torch.get_num_threads(), versions()
-    return [plan.backbone, repr(classifier.model), *images, *machine]
+    around = circumstances(train, classifier.transform, torch.device(plan.device))
+    return [plan.backbone, repr(classifier.model), *around]
 
 
 def _train(plan: Plan, train: Samples, weights: Path, progress: Progress) -> None:

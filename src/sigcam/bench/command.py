@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -101,9 +102,9 @@ def _written(path: Path) -> dict[str, Any] | None:
     """What the file holds, if it is there and can be read."""
     if not path.is_file():
         return None
-    try:
-        held: dict[str, Any] = json.loads(path.read_text())
-        return {**held, "table": held["table"]}
-    except (ValueError, TypeError, KeyError):
-        typer.echo(f"{path} is damaged and left off the page: make it again, or remove it.", err=True)
-        return None
+    with suppress(ValueError):
+        held = json.loads(path.read_text())
+        if isinstance(held, dict) and "table" in held:
+            return held
+    typer.echo(f"{path} is damaged and left off the page: make it again, or remove it.", err=True)
+    return None

@@ -234,15 +234,12 @@ def _number(row: Row, column: str) -> Number | None:
     value, least, most = row["delta"].get(column, (None, 0.0, 0.0))
     difference = None if value is None else (value, least, most)
     paper, beside = row["published"].get(column), row.get("beside", {}).get(column)
-    notes = (
-        []
-        if beside is None
-        else [
-            "{:+.2f} ({:+.1f} to {:+.1f}) beside clamped softmax".format(*beside)
-            + f" {SIGNS[verdict(row, column, 'beside')]}".rstrip()
-        ]
-    )
-    notes += [] if paper is None else [f"paper {paper:.2f}"]
+    notes = list[str]()
+    if beside is not None:
+        said = "{:+.2f} ({:+.1f} to {:+.1f}) beside clamped softmax".format(*beside)
+        notes.append(f"{said} {SIGNS[verdict(row, column, 'beside')]}".rstrip())
+    if paper is not None:
+        notes.append(f"paper {paper:.2f}")
     return Number(row[column], low, high, difference, verdict(row, column), "; ".join(notes))
 
 
