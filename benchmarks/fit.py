@@ -23,16 +23,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from sigcam.config import FitConfig
-from sigcam.data import Samples, open_dataset
-from sigcam.data.loading import collect
-from sigcam.dual import DualBranch, attach
-from sigcam.features import pooled_of
-from sigcam.fitting import _held_out, fit
-from sigcam.labels import as_targets
-from sigcam.models import load_classifier
-from sigcam.quality import average_precision
-from sigcam.training import train_probe
+from sigcam.core.config import FitConfig
+from sigcam.data.labels import as_targets
+from sigcam.data.loader import collect
+from sigcam.data.sample import Samples, open_dataset
+from sigcam.metrics.classification import average_precision
+from sigcam.models.classifier import load_classifier
+from sigcam.network.dual import DualBranch, attach
+from sigcam.training.branch import _held_out, fit
+from sigcam.training.features import pooled_of
+from sigcam.training.linear_probe import train_probe
 
 BUDGET, FASTER = 0.10, 8.0  # of a backbone pass, for a warm refit; than the paper's recipe, end to end
 EPOCHS = 10

@@ -43,7 +43,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import sigcam
-from sigcam.dual import DualBranch
+from sigcam.network.dual import DualBranch
 
 Call = Callable[[], object]
 Row = dict[str, Any]

@@ -34,12 +34,12 @@ from rich.table import Table
 from torch import Tensor
 
 import sigcam
-from sigcam import sweep as kernels
-from sigcam.boxes import THRESHOLDS, Mode, best_ious, scaled_boxes, to_levels
-from sigcam.data import Samples, open_dataset
-from sigcam.data.loading import collect
-from sigcam.metrics import MaxBoxAccV2, PxAP
-from sigcam.models import load_classifier
+from sigcam.data.loader import collect
+from sigcam.data.sample import Samples, open_dataset
+from sigcam.metrics import threshold_sweep as kernels
+from sigcam.metrics.boxes import THRESHOLDS, Mode, best_ious, scaled_boxes, to_levels
+from sigcam.metrics.localization import MaxBoxAccV2, PxAP
+from sigcam.models.classifier import load_classifier
 
 Array = NDArray[Any]
 Row = dict[str, Any]

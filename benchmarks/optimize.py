@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from sigcam.optimizing import _STEPS
+from sigcam.network.optimize import _STEPS
 
 REPEATS = 9
 

@@ -31,7 +31,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sigcam.data.shapes import shapes
+from sigcam.data.readers.shapes import shapes
 
 SOURCES = ["sigmoid branch", "softmax head"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from sigcam.cli import app
+from sigcam.cli.app import app
 
 HERE = "<!-- every command -->"
 

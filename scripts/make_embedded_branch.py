@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from sigcam.branching import read_features
-from sigcam.config import FitConfig
-from sigcam.data import open_dataset
-from sigcam.evaluating import evaluate
-from sigcam.fitting import fit
-from sigcam.labels import match_classes
-from sigcam.opening import SHIPPED, attach_to, open_classifier
+from sigcam.cli.fit import read_features
+from sigcam.core.config import FitConfig
+from sigcam.data.labels import match_classes
+from sigcam.data.sample import open_dataset
+from sigcam.evaluation.evaluator import evaluate
+from sigcam.network.opening import SHIPPED, attach_to, open_classifier
+from sigcam.training.branch import fit
 
 CONFIG = FitConfig(prior="softmax", views=2)
 
@@ -116,7 +116,7 @@ MaxBoxAccV2 of CAM on those {test["images"]} images, in percent with 95 % interv
 @torch.no_grad()
 def branch_accuracy(net, samples):  # type: ignore[no-untyped-def]
     """How often the best class of each head is the label, and how the evidence of the label is spread."""
-    from sigcam.data.loading import collect
+    from sigcam.data.loader import collect
 
     right, evidence = {"softmax": 0, "sigmoid": 0}, []
     for batch in collect(samples, net.transform, batch_size=8):

@@ -22,12 +22,12 @@ from torch import Tensor
 
 import sigcam
 from sigcam.bench.paper import ROWS
-from sigcam.data import Sample
-from sigcam.data.shapes import scenes, shapes
-from sigcam.draw import HEAT, SIGNED, grid, overlay, with_boxes, with_outline
-from sigcam.dual import DualBranch
-from sigcam.explaining import Drawing, explain_passage
-from sigcam.probe import Branch
+from sigcam.data.readers.shapes import scenes, shapes
+from sigcam.data.sample import Sample
+from sigcam.drawing.overlay import HEAT, SIGNED, grid, overlay, with_boxes, with_outline
+from sigcam.methods.explainer import Drawing, explain_passage
+from sigcam.methods.probe import Branch
+from sigcam.network.dual import DualBranch
 
 matplotlib.use("agg")
 matplotlib.rcParams.update(

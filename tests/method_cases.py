@@ -17,9 +17,9 @@ from oracles import path_a, path_b
 from tiny import Gap, Normed, Vgg
 from torch import Tensor, nn
 
-from sigcam.dual import DualBranch, attach
-from sigcam.explaining import explain
-from sigcam.probe import Branch
+from sigcam.methods.explainer import explain
+from sigcam.methods.probe import Branch
+from sigcam.network.dual import DualBranch, attach
 
 METHODS = (*GRADIENT_METHODS, *OTHER_METHODS)
 BRANCHES: tuple[Branch, ...] = ("sigmoid", "softmax", "centred")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigcam import metrics
-from sigcam.counting import ImageMetric
+from sigcam.metrics import localization as metrics
+from sigcam.metrics.base import ImageMetric
 
 HEIGHT, WIDTH = 9, 12
 Inputs = dict[str, Any]  # by argument of update, one entry per image

@@ -9,9 +9,9 @@ import torch
 from nets import footprint
 from torch import nn
 
-from sigcam.dual import DualBranch, attach
-from sigcam.errors import AttachError
-from sigcam.trace import logits_of
+from sigcam.core.errors import AttachError
+from sigcam.network.dual import DualBranch, attach
+from sigcam.network.trace import logits_of
 
 
 class Row(NamedTuple):
@@ -204,7 +204,7 @@ TRANSFORMERS: dict[str, tuple[dict[str, Any], str, str, tuple[int, int, int], tu
 @pytest.mark.parametrize("kind", TRANSFORMERS)
 def test_transformers_classifier_attaches_raw_and_wrapped(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
-    from sigcam.models import LogitsOnly
+    from sigcam.models.classifier import LogitsOnly
 
     options, heads, layer, features, size = TRANSFORMERS[kind]
     config = getattr(transformers, f"{kind}Config")(num_labels=5, **options)

@@ -14,9 +14,9 @@ from nets import Encoder, PlainVit, SoftmaxVit
 from tiny import Gap, untouched
 from torch import Tensor, nn
 
-from sigcam.attention import attention_rollout, read_rows
-from sigcam.dual import DualBranch, attach
-from sigcam.errors import DataError
+from sigcam.core.errors import DataError
+from sigcam.methods.rollout import attention_rollout, read_rows
+from sigcam.network.dual import DualBranch, attach
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4, "num_classes": 5}
 ALL, GRID = slice(None), slice(1, None)  # of the rows, behind a class token

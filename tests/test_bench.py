@@ -23,20 +23,21 @@ from safetensors.torch import load_file
 from test_dist import LINEAR, MLP, MODEL
 from test_dist import run as start
 
-from sigcam.bench import command, vgg
-from sigcam.bench import run as bench_run
-from sigcam.bench.classifiers import network
-from sigcam.bench.command import TARGETS, run_bench
-from sigcam.bench.pages import html, markdown, overhead, qualitative, verdict, write_table
+from sigcam.bench import plan as bench_run
+from sigcam.bench import weights as vgg
+from sigcam.bench.networks import network
 from sigcam.bench.paper import METHODS, PUBLISHED, ROWS, published
-from sigcam.bench.run import Plan
-from sigcam.bench.vgg import ArraysOnly
-from sigcam.bootstrap import Interval
-from sigcam.config import FitConfig
-from sigcam.dual import attach
-from sigcam.errors import DataError, ModelError
-from sigcam.models import load_classifier, save_classifier
-from sigcam.quality import auroc
+from sigcam.bench.plan import Plan
+from sigcam.bench.render import html, markdown, overhead, qualitative, verdict, write_table
+from sigcam.bench.weights import ArraysOnly
+from sigcam.cli import bench as command
+from sigcam.cli.bench import TARGETS, run_bench
+from sigcam.core.config import FitConfig
+from sigcam.core.errors import DataError, ModelError
+from sigcam.metrics.bootstrap import Interval
+from sigcam.metrics.classification import auroc
+from sigcam.models.classifier import load_classifier, save_classifier
+from sigcam.network.dual import attach
 
 QUIET: Any = lambda stage, done, total: None  # noqa: E731
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from metric_cases import CASES, made, numbers, take
 
-from sigcam.bootstrap import Interval, _draws, interval, paired
-from sigcam.counting import ImageMetric, packed, unpacked
-from sigcam.errors import DataError
-from sigcam.metrics import MaxBoxAccV2, PxAP, Top1Cls
+from sigcam.core.errors import DataError
+from sigcam.metrics.base import ImageMetric, packed, unpacked
+from sigcam.metrics.bootstrap import Interval, _draws, interval, paired
+from sigcam.metrics.localization import MaxBoxAccV2, PxAP, Top1Cls
 
 every_metric = pytest.mark.parametrize("name", CASES)
 

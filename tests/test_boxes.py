@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from oracles import contour_boxes, iou_matrix, largest_box
 from torch import Tensor
 
-from sigcam.boxes import THRESHOLDS, Mode, best_ious, boxes_at, foreground, scaled_boxes
-from sigcam.contours import contours
-from sigcam.errors import DataError
+from sigcam.core.errors import DataError
+from sigcam.metrics.boxes import THRESHOLDS, Mode, best_ious, boxes_at, foreground, scaled_boxes
+from sigcam.metrics.contours import contours
 
 Array = NDArray[Any]
 

@@ -20,17 +20,17 @@ from PIL import Image
 from tiny import Gap, images
 from torch import Tensor
 
-from sigcam import cache as cache_room
-from sigcam import features as features_room
-from sigcam.cache import CHUNK, SUM, Store, caches, clear, find_store
-from sigcam.config import FitConfig
-from sigcam.data import Sample, Samples
-from sigcam.data.folder import folder
-from sigcam.dual import DualBranch, attach
-from sigcam.errors import DataError
-from sigcam.features import pooled_of
-from sigcam.fitting import fit
-from sigcam.models import Preprocess
+from sigcam.core.config import FitConfig
+from sigcam.core.errors import DataError
+from sigcam.data.readers.folder import folder
+from sigcam.data.sample import Sample, Samples
+from sigcam.models.classifier import Preprocess
+from sigcam.network.dual import DualBranch, attach
+from sigcam.training import feature_cache as cache_room
+from sigcam.training import features as features_room
+from sigcam.training.branch import fit
+from sigcam.training.feature_cache import CHUNK, SUM, Store, caches, clear, find_store
+from sigcam.training.features import pooled_of
 
 CLASSES = ("a", "b", "c", "d")
 GIVEN = FitConfig(l2=0.1)
@@ -317,7 +317,7 @@ def killed(tmp_path: Path, kills: int) -> None:
         if done % 5 == 4:
             clear(tmp_path / "cache")
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
-    from sigcam.dual import load
+    from sigcam.network.dual import load
 
     net = load(tmp_path / "branch.safetensors", network().model)
     assert torch.equal(net.last_layer("sigmoid").get_parameter("weight").detach(), weight)

@@ -296,7 +296,7 @@ def test_an_unusable_device_is_refused(monkeypatch, place, capsys):
 
 def test_help_and_import_load_no_torch():
     code = (
-        "import sys, sigcam, sigcam.cli; sigcam.cli.app(['--help'], standalone_mode=False); "
+        "import sys, sigcam; from sigcam.cli.app import app; app(['--help'], standalone_mode=False); "
         "print('torch' in sys.modules)"
     )
     done = subprocess.run(
@@ -366,7 +366,7 @@ def test_a_misspelt_class_folder_is_named_instead_of_shifting_all_labels(monkeyp
 
 def test_a_branch_that_was_never_fitted_is_refused(monkeypatch, place, capsys):
     import sigcam
-    from sigcam.models import load_classifier
+    from sigcam.models.classifier import load_classifier
 
     sigcam.attach(load_classifier(spec(place)).model).save(place / "raw.safetensors")
     words = ("explain", place / "data" / "cat", "--model", spec(place), "--output", place / "o")
@@ -374,7 +374,7 @@ def test_a_branch_that_was_never_fitted_is_refused(monkeypatch, place, capsys):
 
 
 def test_explain_goes_on_where_it_was_stopped(monkeypatch, place, capsys):
-    from sigcam import picturing
+    from sigcam.cli import explain as picturing
 
     whole, real, seen = place / "whole", picturing.explain, list[int]()
     words = ("explain", place / "data", "--model", spec(place), "--branch", "centred", "--batch-size", 2)

@@ -26,10 +26,10 @@ from tiny import Gap, Probabilities, Vgg, attached, images, untouched
 from torch import Tensor, nn
 
 import sigcam
-from sigcam import compat
-from sigcam.errors import AttachError, DataError
-from sigcam.explaining import explain
-from sigcam.probe import unit_range
+from sigcam.core.errors import AttachError, DataError
+from sigcam.methods import compat
+from sigcam.methods.explainer import explain
+from sigcam.methods.probe import unit_range
 
 NAMES = [name for name, thing in vars(compat).items() if isinstance(thing, type) and name.endswith("CAM")]
 NAMES += ["GradCAMPlusPlus"]

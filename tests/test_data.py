@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from sigcam.data import READERS, Sample, Samples, open_dataset
-from sigcam.data.folder import folder, open_picture, pictures
-from sigcam.data.loading import Batch, collect
-from sigcam.errors import DataError
+from sigcam.core.errors import DataError
+from sigcam.data.loader import Batch, collect
+from sigcam.data.readers.folder import folder, open_picture, pictures
+from sigcam.data.sample import READERS, Sample, Samples, open_dataset
 
 SIZE = (6, 4)
 

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 import sigcam
-from sigcam.demo import SHOWN, run_demo
-from sigcam.models import load_classifier
+from sigcam.cli.demo import SHOWN, run_demo
+from sigcam.models.classifier import load_classifier
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ def test_counts_are_those_of_one_process(tmp_path: Path) -> None:
 
 def test_maps_of_others_are_counted_once(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
-    from sigcam.data.shapes import shapes
+    from sigcam.data.readers.shapes import shapes
 
     for sample in shapes(20, split="test"):
         path = tmp_path / "maps" / f"{sample.id}.npy"

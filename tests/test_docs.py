@@ -15,7 +15,7 @@ import typer
 from torch.utils.data import TensorDataset
 
 import sigcam
-from sigcam.cli import app
+from sigcam.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sigcam.draw import (
+from sigcam.drawing.overlay import (
     HEAT,
     NARROWEST,
     PAPER,

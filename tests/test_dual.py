@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from tiny import Gap, InPlace, Normed, Probabilities, TwoHeads, Vgg, attached, easy_data, images
 from torch import Tensor, nn
 
-from sigcam.config import FitConfig
-from sigcam.dual import DualBranch, attach, fingerprint, load
-from sigcam.errors import AttachError, CheckpointError
-from sigcam.fitting import fit
+from sigcam.core.config import FitConfig
+from sigcam.core.errors import AttachError, CheckpointError
+from sigcam.network.dual import DualBranch, attach, fingerprint, load
+from sigcam.training.branch import fit
 
 MODELS: list[Callable[[], nn.Module]] = [Gap, Vgg, Normed, InPlace, Probabilities, TwoHeads]
 

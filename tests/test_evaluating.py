@@ -20,15 +20,15 @@ from tiny import SIZE, Gap, Probabilities, Vgg, attached, untouched
 from torch import Tensor
 
 import sigcam
-from sigcam import metrics as M
-from sigcam.boxes import scaled_boxes
-from sigcam.data import Sample, Samples, open_dataset
+from sigcam.core.errors import DataError
 from sigcam.data.maps import find_maps, open_map
-from sigcam.dual import DualBranch
-from sigcam.errors import DataError
-from sigcam.evaluating import evaluate, evaluate_maps
-from sigcam.judging import MEASURES
-from sigcam.models import Preprocess, load_classifier
+from sigcam.data.sample import Sample, Samples, open_dataset
+from sigcam.evaluation.evaluator import evaluate, evaluate_maps
+from sigcam.evaluation.registry import MEASURES
+from sigcam.metrics import localization as M
+from sigcam.metrics.boxes import scaled_boxes
+from sigcam.models.classifier import Preprocess, load_classifier
+from sigcam.network.dual import DualBranch
 
 CLASSES = ("a", "b", "c", "d")
 COUNT = 12
@@ -483,7 +483,7 @@ def test_maps_are_found_by_every_usual_name(tmp_path: Path, name: str) -> None:
 
 
 def test_what_explain_saves_is_found(tmp_path: Path, net: DualBranch, samples: Samples) -> None:
-    from sigcam.opening import file_names
+    from sigcam.network.opening import file_names
 
     sigcam.explain(net, tensors(samples), "cam").save(tmp_path, file_names(samples))
     found = find_maps(tmp_path, [item.id for item in samples])

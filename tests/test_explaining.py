@@ -21,12 +21,13 @@ from PIL import Image
 from tiny import Gap, InPlace, Probabilities, TwoHeads, Vgg, attached, images
 from torch import Tensor, nn
 
-from sigcam.dual import DualBranch, attach
-from sigcam.errors import AttachError, DataError
-from sigcam.explaining import Explanation, explain, finish
-from sigcam.methods import METHODS
-from sigcam.models import Preprocess
-from sigcam.probe import Branch, unit_range
+from sigcam.core.errors import AttachError, DataError
+from sigcam.methods.explainer import explain, finish
+from sigcam.methods.explanation import Explanation
+from sigcam.methods.formulas import METHODS
+from sigcam.methods.probe import Branch, unit_range
+from sigcam.models.classifier import Preprocess
+from sigcam.network.dual import DualBranch, attach
 
 BRANCHES: tuple[Branch, ...] = ("sigmoid", "softmax", "centred")
 CNN_METHODS = [name for name in METHODS if name != "attention-rollout"]

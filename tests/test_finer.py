@@ -14,10 +14,10 @@ from nets import FlatMlp, FunctionalRelu, PlainVit, Residual, SharedLayer, Softm
 from tiny import Gap, Vgg, untouched
 from torch import Tensor, nn
 
-from sigcam.dilating import dilated
-from sigcam.dual import DualBranch, attach
-from sigcam.errors import DataError
-from sigcam.zooming import twin, zoomed
+from sigcam.core.errors import DataError
+from sigcam.network.dilate import dilated
+from sigcam.network.dual import DualBranch, attach
+from sigcam.network.zoom import twin, zoomed
 
 
 def noise(*shape: int, seed: int = 3) -> Tensor:
@@ -136,7 +136,7 @@ FACES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", FACES)
 def test_a_transformers_model_is_asked_to_interpolate(kind: str, wrapped: bool) -> None:
     transformers = pytest.importorskip("transformers")
-    from sigcam.models import LogitsOnly
+    from sigcam.models.classifier import LogitsOnly
 
     config = getattr(transformers, f"{kind}Config")(num_labels=4, **FACES[kind])
     model = getattr(transformers, f"{kind}ForImageClassification")(config)
@@ -599,7 +599,8 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
 
 
 def test_what_is_remembered_of_a_network_goes_with_it() -> None:
-    from sigcam import dilating, zooming
+    from sigcam.network import dilate as dilating
+    from sigcam.network import zoom as zooming
 
     before = len(dilating._PLANS), len(zooming._TAKEN)
     net = around(FunctionalRelu(), 32, 32)

@@ -22,16 +22,16 @@ from tiny import Gap, Normed, TwoHeads, Vgg, attached, easy_data, images
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from sigcam.config import FitConfig
-from sigcam.data import Sample, Samples
-from sigcam.data.shapes import shapes
-from sigcam.dual import DualBranch, attach
-from sigcam.errors import DataError
-from sigcam.features import Features
-from sigcam.fitting import FitResult, _held_out, fit
-from sigcam.labels import as_targets, balanced_bce, match_classes, pos_weights, positives_of
-from sigcam.models import Preprocess
-from sigcam.recipes import Augmented
+from sigcam.core.config import FitConfig
+from sigcam.core.errors import DataError
+from sigcam.data.labels import as_targets, balanced_bce, match_classes, pos_weights, positives_of
+from sigcam.data.readers.shapes import shapes
+from sigcam.data.sample import Sample, Samples
+from sigcam.models.classifier import Preprocess
+from sigcam.network.dual import DualBranch, attach
+from sigcam.training.branch import FitResult, _held_out, fit
+from sigcam.training.features import Features
+from sigcam.training.recipes import Augmented
 
 QUICK = FitConfig("paper", epochs=8, lr=0.05, batch_size=8)
 GIVEN = FitConfig(l2=0.1, batch_size=8)

@@ -30,10 +30,10 @@ from tiny import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from sigcam.config import FitConfig
-from sigcam.dual import DualBranch, attach
-from sigcam.explaining import explain
-from sigcam.fitting import fit
+from sigcam.core.config import FitConfig
+from sigcam.methods.explainer import explain
+from sigcam.network.dual import DualBranch, attach
+from sigcam.training.branch import fit
 
 MODELS: list[Callable[[], nn.Module]] = [Gap, Vgg, Normed, InPlace, OnPlace, Probabilities, TwoHeads]
 QUICK = FitConfig("paper", epochs=3, batch_size=8)

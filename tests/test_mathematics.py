@@ -17,10 +17,11 @@ import torch
 from tiny import Gap, attached, images
 from torch import Tensor, nn
 
-from sigcam.dual import DualBranch
-from sigcam.explaining import Explanation, explain
-from sigcam.labels import balanced_bce
-from sigcam.probe import Branch
+from sigcam.data.labels import balanced_bce
+from sigcam.methods.explainer import explain
+from sigcam.methods.explanation import Explanation
+from sigcam.methods.probe import Branch
+from sigcam.network.dual import DualBranch
 
 SHIFTED: tuple[tuple[Branch, str], ...] = (
     ("softmax", "probability"),

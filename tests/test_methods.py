@@ -32,9 +32,9 @@ from nets import PlainVit
 from tiny import Gap
 from torch import Tensor, nn
 
-from sigcam.dual import attach
-from sigcam.explaining import explain
-from sigcam.probe import Branch
+from sigcam.methods.explainer import explain
+from sigcam.methods.probe import Branch
+from sigcam.network.dual import attach
 
 # --------------------------------------------------------------------------------------------------- oracles
 

@@ -17,9 +17,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from sigcam import models
-from sigcam.errors import ModelError
-from sigcam.models import Preprocess, declared_transform, load_classifier, save_classifier
+from sigcam.core.errors import ModelError
+from sigcam.models import classifier as models
+from sigcam.models.classifier import Preprocess, declared_transform, load_classifier, save_classifier
 
 TIMM, VISION = "timm:test_resnet", "torchvision:squeezenet1_1"  # small and quick to build
 

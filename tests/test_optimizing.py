@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrizations, prune
 
 from sigcam import attach, explain
-from sigcam.errors import AttachError
-from sigcam.optimizing import PackedConv2d, agree, optimized
+from sigcam.core.errors import AttachError
+from sigcam.network.optimize import PackedConv2d, agree, optimized
 
 
 def seasoned(model: nn.Module) -> nn.Module:

@@ -9,9 +9,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from sigcam.console import progress_bar
-from sigcam.errors import DataError
-from sigcam.options import options_of
+from sigcam.cli.console import progress_bar
+from sigcam.cli.options import options_of
+from sigcam.core.errors import DataError
 
 
 @dataclass(frozen=True)

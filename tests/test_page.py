@@ -24,12 +24,12 @@ import pytest
 from PIL import Image
 from test_ui import png_header
 
-from sigcam.config import FitConfig
-from sigcam.data import open_dataset
-from sigcam.data.shapes import CLASSES, shapes
-from sigcam.dual import attach
-from sigcam.fitting import fit
-from sigcam.models import load_classifier
+from sigcam.core.config import FitConfig
+from sigcam.data.readers.shapes import CLASSES, shapes
+from sigcam.data.sample import open_dataset
+from sigcam.models.classifier import load_classifier
+from sigcam.network.dual import attach
+from sigcam.training.branch import fit
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'sigcam[dev]'")
 pytest.importorskip("gradio", reason="needs gradio: pip install 'sigcam[ui]'")

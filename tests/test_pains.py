@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torchcam import methods as torchcam
 
 import sigcam
-from sigcam.errors import AttachError
-from sigcam.explaining import explain
-from sigcam.methods import METHODS
+from sigcam.core.errors import AttachError
+from sigcam.methods.explainer import explain
+from sigcam.methods.formulas import METHODS
 
 CNN_METHODS = [name for name in METHODS if name != "attention-rollout"]
 

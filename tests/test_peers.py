@@ -33,8 +33,8 @@ from tiny import Gap
 from torch import Tensor
 from torchcam import methods as torchcam
 
-from sigcam.errors import DataError
-from sigcam.explaining import explain
+from sigcam.core.errors import DataError
+from sigcam.methods.explainer import explain
 
 # ----------------------------------------------------------------------------------------------------- peers
 

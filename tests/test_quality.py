@@ -14,7 +14,7 @@ from torchmetrics.functional.classification import (
     binary_calibration_error,
 )
 
-from sigcam.quality import auroc, average_precision, both_ways, calibration, quality_of
+from sigcam.metrics.classification import auroc, average_precision, both_ways, calibration, quality_of
 
 
 @given(st.integers(2, 40), st.integers(1, 5), st.integers(1, 12), st.integers(0, 10**6))

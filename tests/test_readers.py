@@ -13,11 +13,11 @@ import pytest
 from PIL import Image
 
 from sigcam.__main__ import main
-from sigcam.data import READERS, Samples, guess_format, open_dataset
-from sigcam.data.ilsvrc import read_notes
-from sigcam.errors import DataError
-from sigcam.inspecting import open_splits, unreadable
-from sigcam.sheet import annotated, contact_sheet
+from sigcam.cli.inspect import open_splits, unreadable
+from sigcam.core.errors import DataError
+from sigcam.data.readers.ilsvrc import read_notes
+from sigcam.data.sample import READERS, Samples, guess_format, open_dataset
+from sigcam.drawing.contact_sheet import annotated, contact_sheet
 
 RED, YELLOW = (229, 57, 53), (255, 235, 59)
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import sigcam
-from sigcam.data import Samples
-from sigcam.data.folder import folder
-from sigcam.data.loading import collect
-from sigcam.models import Classifier, load_classifier
-from sigcam.training import train_probe
+from sigcam.data.loader import collect
+from sigcam.data.readers.folder import folder
+from sigcam.data.sample import Samples
+from sigcam.models.classifier import Classifier, load_classifier
+from sigcam.training.linear_probe import train_probe
 
 pytestmark = pytest.mark.realdata
 

@@ -17,19 +17,19 @@ from test_cli import fitted, place, run, spec
 from test_evaluating import CLASSES, prepared, sample, samples
 from tiny import Gap
 
-from sigcam import report as reports
-from sigcam.charts import STYLES, Line, line_chart
-from sigcam.data import Samples
-from sigcam.dual import DualBranch
-from sigcam.errors import DataError
-from sigcam.evaluating import Cell, evaluate
-from sigcam.explanation import data_uri
-from sigcam.finding import evaluated_page
-from sigcam.glancing import LOOKED_AT, Look, curves_of, look
-from sigcam.metrics import MaxBoxAccV2, PxAP
-from sigcam.quality import calibration
-from sigcam.report import Card, Charts, Figure, Gallery, Notes, Number, Section, Shot, Table, page
-from sigcam.showing import disagree, evenly
+from sigcam.core.errors import DataError
+from sigcam.data.sample import Samples
+from sigcam.drawing.charts import STYLES, Line, line_chart
+from sigcam.evaluation.evaluator import Cell, evaluate
+from sigcam.evaluation.examples import LOOKED_AT, Look, curves_of, look
+from sigcam.methods.explanation import data_uri
+from sigcam.metrics.classification import calibration
+from sigcam.metrics.localization import MaxBoxAccV2, PxAP
+from sigcam.network.dual import DualBranch
+from sigcam.reports import html as reports
+from sigcam.reports.evaluation_report import evaluated_page
+from sigcam.reports.explain_report import disagree, evenly
+from sigcam.reports.html import Card, Charts, Figure, Gallery, Notes, Number, Section, Shot, Table, page
 
 __all__ = ["place", "samples"]  # fixtures
 
@@ -411,7 +411,7 @@ def test_evaluate_writes_a_report_with_the_numbers_of_results_json(monkeypatch, 
 
 
 def test_the_report_of_a_folder_of_maps_has_tables_and_curves_and_no_pictures(monkeypatch, tmp_path):
-    from sigcam.data import open_dataset
+    from sigcam.data.sample import open_dataset
 
     for number, each in enumerate(open_dataset("shapes:4", split="test")):
         path = tmp_path / "maps" / f"{each.id}.npy"

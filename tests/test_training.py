@@ -14,16 +14,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import sigcam
-from sigcam import classifying
 from sigcam.__main__ import main
-from sigcam.classifying import TrainResult, train_classifier
-from sigcam.config import TrainConfig
-from sigcam.data import Samples
-from sigcam.data.folder import folder
-from sigcam.errors import DataError, ModelError
-from sigcam.models import Classifier, Preprocess, load_classifier, save_classifier
-from sigcam.teaching import open_val
-from sigcam.wsol_models import BACKBONES
+from sigcam.cli.train import open_val
+from sigcam.core.config import TrainConfig
+from sigcam.core.errors import DataError, ModelError
+from sigcam.data.readers.folder import folder
+from sigcam.data.sample import Samples
+from sigcam.models.classifier import Classifier, Preprocess, load_classifier, save_classifier
+from sigcam.models.wsol import BACKBONES
+from sigcam.training import classifier as classifying
+from sigcam.training.classifier import TrainResult, train_classifier
 
 NET = """
 import torch
@@ -333,7 +333,7 @@ def test_the_command_writes_a_classifier_that_loads_and_a_manifest_with_every_ep
     assert all({"loss", "train_accuracy", "val_accuracy"} <= epoch.keys() for epoch in manifest["epochs"])
     loaded = load_classifier(spec(place), weights=place / "out" / "classifier.safetensors")
     assert loaded.classes == ("cat", "dog")
-    assert manifest["model_fingerprint"] == sigcam.dual.fingerprint(loaded.model)
+    assert manifest["model_fingerprint"] == sigcam.network.dual.fingerprint(loaded.model)
 
 
 def test_the_command_run_again_after_a_kill_ends_with_the_same_file(

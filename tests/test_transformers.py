@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import sigcam
-from sigcam.attention import attention_rollout
-from sigcam.dual import DualBranch, attach
-from sigcam.errors import AttachError, DataError
-from sigcam.trace import logits_of
+from sigcam.core.errors import AttachError, DataError
+from sigcam.methods.rollout import attention_rollout
+from sigcam.network.dual import DualBranch, attach
+from sigcam.network.trace import logits_of
 
 METHODS = ["grad-cam", "grad-cam++", "xgrad-cam", "layer-cam", "hires-cam", "eigen-cam", "eigengrad-cam"]
 SMALL = {"img_size": (32, 48), "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4, "num_classes": 5}

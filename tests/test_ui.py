@@ -17,26 +17,16 @@ from PIL import Image
 from tiny import Gap, Vgg
 
 from sigcam.__main__ import main
-from sigcam.data import Sample, Samples
-from sigcam.data.folder import pictures
-from sigcam.data.shapes import shapes
-from sigcam.dual import DualBranch, attach
-from sigcam.errors import DataError
-from sigcam.explaining import explain
-from sigcam.fragments import boxes_html, links_html, panels_html, tops_html
-from sigcam.looking import (
-    Asked,
-    Look,
-    Source,
-    class_choices,
-    disagreement,
-    probabilities,
-    same_class,
-    shifted,
-    sources_of,
-)
-from sigcam.models import Preprocess
-from sigcam.serving import (
+from sigcam.core.errors import DataError
+from sigcam.data.readers.folder import pictures
+from sigcam.data.readers.shapes import shapes
+from sigcam.data.sample import Sample, Samples
+from sigcam.methods.explainer import explain
+from sigcam.models.classifier import Preprocess
+from sigcam.network.dual import DualBranch, attach
+from sigcam.network.trace import lock_of
+from sigcam.ui.html import boxes_html, links_html, panels_html, tops_html
+from sigcam.ui.security import (
     HEADERS,
     MOST_BYTES,
     FitJob,
@@ -47,7 +37,17 @@ from sigcam.serving import (
     admitted,
     login_of,
 )
-from sigcam.trace import lock_of
+from sigcam.ui.viewer import (
+    Asked,
+    Look,
+    Source,
+    class_choices,
+    disagreement,
+    probabilities,
+    same_class,
+    shifted,
+    sources_of,
+)
 
 PICTURE = shapes(1, split="test", size=64)[0].open()
 
@@ -217,7 +217,7 @@ def test_the_command_ends_with_two_and_a_sentence(monkeypatch, capsys):
 
 def test_a_missing_gradio_is_named_with_its_pip_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    for room in ("sigcam.page", "sigcam.layout"):
+    for room in ("sigcam.ui.handlers", "sigcam.ui.layout"):
         monkeypatch.delitem(sys.modules, room, raising=False)
     monkeypatch.setattr(sys, "argv", ["sigcam", "ui", "--no-open"])
     with pytest.raises(SystemExit) as stop:
@@ -226,7 +226,7 @@ def test_a_missing_gradio_is_named_with_its_pip_line(monkeypatch, capsys):
 
 
 def test_help_imports_no_gradio():
-    code = "import sys, sigcam.cli; print([m for m in ('gradio', 'torch', 'PIL') if m in sys.modules])"
+    code = "import sys, sigcam.cli.app; print([m for m in ('gradio', 'torch', 'PIL') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -272,7 +272,7 @@ def test_the_guard_keeps_the_browser_here_and_uploads_small():
 
 
 def test_only_the_latest_uploads_stay_on_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr("sigcam.serving.MOST_FILES", 2)
+    monkeypatch.setattr("sigcam.ui.security.MOST_FILES", 2)
     files = [tmp_path / f"{i}.png" for i in range(5)]
 
     async def stored(scope, receive, send) -> None:
@@ -427,7 +427,7 @@ def test_score_cam_lets_others_at_the_model_between_passes():
 
 
 def test_an_unfitted_model_falls_back_to_the_centred_head_and_says_so(tmp_path):
-    from sigcam.ui import Options, open_nets, open_shelf
+    from sigcam.ui.serve import Options, open_nets, open_shelf
 
     (tmp_path / "net.py").write_text(
         "from torch import nn\n"

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sigcam.data import READERS, Samples, guess_format, open_dataset
-from sigcam.data.wsol import nearest, open_masks, wsol
-from sigcam.errors import DataError
-from sigcam.inspecting import unreadable
+from sigcam.cli.inspect import unreadable
+from sigcam.core.errors import DataError
+from sigcam.data.readers.wsol import nearest, open_masks, wsol
+from sigcam.data.sample import READERS, Samples, guess_format, open_dataset
 
 PICTURES = {"a/1.png": (40, 30), "a/2.png": (50, 20), "b c/3.png": (30, 30)}
 TEXTS = {

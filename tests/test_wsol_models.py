@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sigcam
-from sigcam import models
-from sigcam.errors import ModelError
-from sigcam.models import Preprocess, load_classifier, save_classifier
-from sigcam.wsol_models import BACKBONES, CamInception, FlatInceptionB
+from sigcam.core.errors import ModelError
+from sigcam.models import classifier as models
+from sigcam.models.classifier import Preprocess, load_classifier, save_classifier
+from sigcam.models.wsol import BACKBONES, CamInception, FlatInceptionB
 
 # name: parameters, the sigmoid head's own (PROTOCOL 1.7), head, layer, features at 224 pixels (1.1, 1.2)
 EXPECTED: dict[str, tuple[int, int, str, str, tuple[int, int, int]]] = {

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from sigcam.dual import DualBranch, attach
+from sigcam.network.dual import DualBranch, attach
 
 SIZE = 16
 

@@ -10,8 +10,8 @@ def main() -> None:
     """Runs the command; bad input ends with one line and exit code 2, never a traceback."""
     import typer
 
-    from sigcam.cli import app
-    from sigcam.errors import SigcamError
+    from sigcam.cli.app import app
+    from sigcam.core.errors import SigcamError
 
     usage_error: Any = typer.BadParameter.__mro__[2]  # ClickException, wherever this typer keeps its click
     try:

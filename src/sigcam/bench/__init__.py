@@ -1,1 +1,1 @@
-"""The paper's tables and figures, made anew: `paper` is what was published, `run` makes ours."""
+"""The paper's tables and figures."""

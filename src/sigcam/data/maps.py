@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from sigcam.errors import DataError
+from sigcam.core.errors import DataError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -1,0 +1,1 @@
+"""The `sigcam` command; the only package that imports typer and rich."""

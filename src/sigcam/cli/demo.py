@@ -1,0 +1,253 @@
+"""The main job on the embedded default, offline: data, classifier, branch, maps, tables, a report."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sigcam.core.config import FitConfig
+from sigcam.core.manifest import data_fingerprint, try_folder, write_manifest, write_text
+from sigcam.data.loader import collect
+from sigcam.data.readers.shapes import scenes, shapes
+from sigcam.data.sample import Samples
+from sigcam.drawing.overlay import colours, grid, overlay, with_outline
+from sigcam.methods.explainer import Drawing, explain, explain_passage
+from sigcam.methods.probe import Branch
+from sigcam.metrics.boxes import foreground
+from sigcam.models.classifier import Classifier, load_classifier, save_classifier
+from sigcam.network.dual import DualBranch, attach, fingerprint
+from sigcam.reports.explain_report import demo_page
+from sigcam.reports.html import can_report
+from sigcam.training.branch import fit
+from sigcam.training.features import Progress
+from sigcam.training.linear_probe import train_probe
+
+SHOWN = 24  # test pictures in the report
+EMPTY = 200  # pictures without a bird, and as many with one
+THRESHOLDS = torch.arange(1, 20) / 20  # 0.05 to 0.95
+BRANCHES: tuple[Branch, Branch] = ("softmax", "sigmoid")
+CELLS: tuple[tuple[Branch, bool], ...] = (
+    ("softmax", False),
+    ("softmax", True),
+    ("centred", False),
+    ("sigmoid", False),
+    ("sigmoid", True),
+)
+
+
+def run_demo(
+    output: Path,
+    *,
+    images: int = 1600,
+    test_images: int = 400,
+    device: str = "cpu",
+    seed: int = 0,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Writes figures, report, classifier, branch and manifest.json to the folder; returns the table."""
+    try_folder(output)
+    train, test = shapes(images, split="train", seed=seed), shapes(test_images, split="test", seed=seed)
+    validation = shapes(max(64, test_images // 4), split="val", seed=seed)
+    classifier = load_classifier("embedded", num_classes=len(train.classes), device=device)
+    classifier.model.to(memory_format=torch.channels_last)
+
+    train_probe(classifier, train, seed=seed, progress=_staged("classifier", progress))
+    save_classifier(
+        output / "classifier.safetensors", classifier.model, spec="embedded", classes=train.classes
+    )
+    before = _predictions(classifier, test, progress)
+    weights = fingerprint(classifier.model)
+
+    net = attach(classifier.model, seed=seed)
+    net.transform, net.class_names = classifier.transform, train.classes
+    fitted = fit(net, train, FitConfig(seed=seed), progress=_staged("branch", progress))
+    net.save(output / "branch.safetensors")
+    after = _predictions(classifier, test, progress)
+    labels = torch.tensor([sample.label for sample in test])
+
+    chosen, _, _ = _measure(net, validation, _staged("threshold", progress))
+    _, ious, speed = _measure(net, test, _staged("maps", progress))
+    there, nothing = _top_scores(net, test[:EMPTY]), _top_scores(net, scenes(EMPTY, seed=seed))
+    table: dict[str, Any] = {
+        "maps": [
+            {
+                "branch": branch,
+                "clamp": "positive only" if clamp else "signed",
+                "iou": float(ious[i, chosen[i]]),
+                "threshold": float(THRESHOLDS[chosen[i]]),
+            }
+            for i, (branch, clamp) in enumerate(CELLS)
+        ],
+        "nothing_there": [
+            {
+                "score": score,
+                "above_half_with_bird": float((there[i] > 0.5).double().mean()),
+                "above_half_without": float((nothing[i] > 0.5).double().mean()),
+                "auroc": float((there[i][:, None] > nothing[i][None]).double().mean()),
+            }
+            for i, score in enumerate(("softmax probability", "sigmoid evidence"))
+        ],
+        "accuracy_before": float((before == labels).double().mean()),
+        "accuracy_after": float((after == labels).double().mean()),
+        "predictions_changed": int((before != after).sum()),
+        "weights_unchanged": weights == fingerprint(classifier.model),
+        "maps_per_second": round(speed, 1),
+        "fit_seconds": round(sum(fitted.seconds.values()), 1),
+    }
+    figures = {name: output / f"{name}.png" for name in ("distortions", "maps")}
+    maps_figure(net, test[:64]).save(figures["maps"])
+    distortions_figure(net, test[:64]).save(figures["distortions"])
+    if can_report():
+        write_text(output / "report.html", demo_page(table, figures, net, test[:SHOWN]))
+    write_manifest(
+        output,
+        model="embedded",
+        model_fingerprint=weights,
+        data_fingerprint=data_fingerprint(train),
+        seed=seed,
+        losses=fitted.losses,
+        numbers=table,
+    )
+    return table
+
+
+def _staged(name: str, progress: Progress) -> Progress:
+    return lambda stage, done, total: progress(name if stage == name else f"{name} {stage}", done, total)
+
+
+def _predictions(classifier: Classifier, samples: Samples, progress: Progress) -> Tensor:
+    """What the bare classifier says, (images,)."""
+    found = []
+    with torch.no_grad():
+        for batch in collect(samples, classifier.transform, batch_size=8):
+            device = next(classifier.model.parameters()).device
+            found.append(classifier.model(batch.images.to(device)).argmax(1).cpu())
+    return torch.cat(found)
+
+
+def _top_scores(net: DualBranch, samples: Samples) -> tuple[Tensor, Tensor]:
+    """Of each picture's best class, the softmax head's probability and the sigmoid branch's evidence."""
+    assert net.transform is not None
+    probability, evidence = list[Tensor](), list[Tensor]()
+    with torch.no_grad():
+        for batch in collect(samples, net.transform, batch_size=8):
+            seen = net(batch.images.to(net.device))
+            probability.append(seen.softmax.softmax(1).amax(1).cpu())
+            evidence.append(seen.sigmoid.sigmoid().amax(1).cpu())
+    return torch.cat(probability), torch.cat(evidence)
+
+
+def _measure(net: DualBranch, samples: Samples, progress: Progress) -> tuple[Tensor, Tensor, float]:
+    """Best threshold index per cell, mean IoU (cells, thresholds), and maps per second of one branch."""
+    assert net.transform is not None
+    total, seconds, count = torch.zeros(len(CELLS), len(THRESHOLDS), dtype=torch.float64), 0.0, 0
+    for batch in collect(samples, net.transform, batch_size=8):
+        masks = torch.stack([_mask(samples, i) for i in batch.indices])
+        began = time.perf_counter()
+        passage = net.run(batch.images.to(net.device), grad=True)  # one pass serves every cell of the table
+        explain_passage(net, passage, Drawing())
+        seconds += time.perf_counter() - began
+        for cell, (branch, clamp) in enumerate(CELLS):
+            maps = explain_passage(net, passage, Drawing(branch=branch, clamp=clamp)).maps.cpu()
+            for i, threshold in enumerate(THRESHOLDS.tolist()):
+                above = foreground(maps, threshold)
+                inside = (above & masks).flatten(1).sum(1)
+                total[cell, i] += (inside / (above | masks).flatten(1).sum(1)).sum().double()
+        count += len(batch.indices)
+        progress("measured", count, len(samples))
+    ious = total / count
+    return ious.argmax(1), ious, count / seconds
+
+
+def _mask(samples: Samples, index: int) -> Tensor:
+    opened = samples[index].open_mask
+    assert opened is not None
+    return torch.from_numpy(opened()) == 1
+
+
+def maps_figure(net: DualBranch, samples: Samples, rows: int = 6) -> Any:
+    """Input, ground truth, softmax map and sigmoid map of one well-sized, rightly classified picture per
+    row."""
+    pictures, captions, seen = [], [], set[int]()
+    for sample in samples:
+        if sample.label is None or sample.label in seen or sample.boxes is None or sample.open_mask is None:
+            continue
+        picture = sample.open()
+        softmax, sigmoid = (explain(net, [picture], branch=branch) for branch in BRANCHES)
+        if int(softmax.classes[0]) != sample.label:
+            continue
+        seen.add(sample.label)
+        truth = with_outline(picture, sample.open_mask())
+        pictures.append(
+            [picture, truth, overlay(picture, softmax.maps[0]), overlay(picture, sigmoid.maps[0])]
+        )
+        captions.append(
+            [
+                samples.classes[sample.label],
+                "object mask",
+                f"probability {float(softmax.probability[0]):.3f}",
+                f"evidence {float(sigmoid.evidence[0]):.3f}",
+            ]
+        )
+        if len(pictures) == rows:
+            break
+    return grid(
+        pictures,
+        columns=("input", "ground truth", "Grad-CAM, softmax head", "Grad-CAM, sigmoid branch"),
+        captions=captions,
+    )
+
+
+def distortions_figure(net: DualBranch, samples: Samples) -> Any:
+    """Eq. 8-10 on one picture: the softmax head shifted three ways, its probabilities, and both branches'
+    maps."""
+    right = (s for s in samples if int(explain(net, [s.open()], branch="softmax").classes[0]) == s.label)
+    sample = next(right, samples[0])
+    picture, label = sample.open(), sample.label
+    assert net.transform is not None and sample.open_mask is not None and label is not None
+    image = net.transform(picture)[None].to(net.device).double()
+    double = copy.deepcopy(net).double()
+    layer = double.last_layer("softmax")
+    weight = layer.get_parameter("weight")
+    original = weight.detach().clone()
+    features = double(image).features[0]
+    outside = _outside(torch.from_numpy(sample.open_mask()) == 1, features.shape[-2:])
+    channel = int((features * outside.to(features)).mean((1, 2)).argmax())  # what the background shows most
+    spread = float(original.std())
+    shifts = (
+        ("as trained", 0.0, slice(0, 0)),
+        ("one channel + delta", 25 * spread, slice(channel, channel + 1)),
+        ("every channel - delta", -5 * spread, slice(None)),
+    )
+    rows: list[list[Any]] = [[picture], [picture]]
+    captions: list[list[str]] = [["softmax head"], ["sigmoid branch"]]
+    for _, delta, channels in shifts:
+        with torch.no_grad():
+            weight.copy_(original)
+            weight[:, channels] += delta
+        passage = double.run(image, grad=True)
+        top = passage.softmax.softmax(1)[0].sort(descending=True).values
+        said = (
+            f"probabilities {top[0]:.6f}, {top[1]:.6f}",
+            f"evidence {passage.sigmoid[0, label].sigmoid():.6f}",
+        )
+        for row, branch in enumerate(BRANCHES):
+            ex = explain_passage(double, passage, Drawing(branch=branch))
+            rows[row].append(colours(ex.maps[0]))
+            captions[row].append(said[row] + ("\nblank map" if bool(ex.blank[0]) else ""))
+    return grid(
+        rows,
+        columns=("input", *(f"{name}\ndelta = {delta:+.2f}" for name, delta, _ in shifts)),
+        captions=captions,
+    )
+
+
+def _outside(mask: Tensor, size: torch.Size) -> Tensor:
+    """(P, Q): 1 for cells that hold nothing of the object."""
+    pooled = torch.nn.functional.adaptive_max_pool2d(mask.float()[None, None], (size[0], size[1]))
+    return 1 - pooled[0, 0]

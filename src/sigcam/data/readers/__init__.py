@@ -1,0 +1,1 @@
+"""One module per data set layout; no reader imports another."""

@@ -1,0 +1,1 @@
+"""Tensors to pictures: overlays, charts, contact sheets."""

@@ -1,0 +1,1 @@
+"""Measure maps on annotated images: a network and samples to a `Result`."""

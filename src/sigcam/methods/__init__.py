@@ -1,0 +1,1 @@
+"""CAM methods: from a forward pass to an `Explanation`."""

@@ -1,0 +1,45 @@
+"""Metrics for anybody's maps, as `torchmetrics.Metric`s; results are percent (PROTOCOL 5, 6)."""
+
+from sigcam.metrics import bootstrap
+from sigcam.metrics.boxes import scaled_boxes
+from sigcam.metrics.localization import (
+    AverageDrop,
+    Deletion,
+    EnergyInBox,
+    GTKnownLoc,
+    IncreaseInConfidence,
+    Insertion,
+    MaxBoxAcc,
+    MaxBoxAccV2,
+    MeanMap,
+    PointingGame,
+    PxAP,
+    Top1Cls,
+    Top1Loc,
+    Top5Loc,
+    in_top,
+    insertion_deletion_curves,
+    without_peeking,
+)
+
+__all__ = [
+    "AverageDrop",
+    "Deletion",
+    "EnergyInBox",
+    "GTKnownLoc",
+    "IncreaseInConfidence",
+    "Insertion",
+    "MaxBoxAcc",
+    "MaxBoxAccV2",
+    "MeanMap",
+    "PointingGame",
+    "PxAP",
+    "Top1Cls",
+    "Top1Loc",
+    "Top5Loc",
+    "bootstrap",
+    "in_top",
+    "insertion_deletion_curves",
+    "scaled_boxes",
+    "without_peeking",
+]

@@ -1,0 +1,256 @@
+"""What metrics stand on: sums that merge, compact rows per image for intervals, checks at the door."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
+
+from sigcam.core.errors import DataError
+from sigcam.metrics.boxes import check_boxes
+
+Value = Tensor | dict[str, Tensor]
+Ids = Sequence[str] | None
+
+ROUNDING = 1e-6  # how far resizing in float32 may carry a value out of [0, 1]; it is clamped back
+IGNORED = 255
+_BITS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
+
+
+class ImageMetric(Metric):
+    """Sums over images that add up over shards and ranks and, for intervals, one compact row per image.
+
+    Args:
+        shape: of one image's values.
+        dtype: of one image's values: bool or int32, summed as int64 `counts`, or float64, summed as `sums`.
+        setting: the options that change what is counted, in a word.
+        intervals: keep what `sigcam.bootstrap` needs: the values, packed, and a 16-byte key per image.
+    """
+
+    is_differentiable = False
+    full_state_update = False
+    higher_is_better: bool | None = True
+    counts: Tensor
+    sums: Tensor
+    images: Tensor
+    rows: list[Tensor]
+    keys: list[Tensor]
+
+    def __init__(
+        self,
+        *,
+        shape: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.bool,
+        setting: str = "",
+        intervals: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.intervals, self._empty = intervals, torch.zeros((0, *shape), dtype=dtype)
+        total = torch.zeros(shape, dtype=dtype if dtype.is_floating_point else torch.int64)
+        self._total = "sums" if dtype.is_floating_point else "counts"
+        self.add_state(self._total, total, dist_reduce_fx="sum")
+        self.add_state("images", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        # A MetricCollection lets metrics whose states have the same names and values after the first batch
+        # share them from then on; a state named after class and setting keeps ours apart.
+        mark = type(self).__name__ + setting.replace(".", "_")
+        self.add_state(mark, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        if intervals:
+            self.add_state("rows", [], dist_reduce_fx="cat")
+            self.add_state("keys", [], dist_reduce_fx="cat")
+            self._start_rows()
+
+    def add(self, values: Tensor, ids: Ids) -> None:
+        """Count a batch of checked values, (B, *shape)."""
+        values = values.to(self.device)
+        total = getattr(self, self._total)
+        setattr(self, self._total, total + values.sum(0, dtype=total.dtype))
+        self.images = self.images + len(values)
+        if self.intervals:
+            self.rows.append(packed(values.to(self._empty.dtype)))
+            self.keys.append(_keys(ids, len(values)).to(self.device))
+
+    def compute(self) -> Value:
+        """The result in percent, over all images of all ranks."""
+        if not self.images:
+            raise DataError(f"{type(self).__name__} has counted no image: call update before compute.")
+        return self.percent(getattr(self, self._total), self.images)
+
+    def percent(self, totals: Tensor, images: Tensor) -> Value:
+        """The result for totals (..., *shape) over `images` images; the bootstrap asks for many at once."""
+        return 100 * totals.double() / images
+
+    def table(self) -> tuple[Tensor, Tensor]:
+        """Packed rows and keys of all images of all ranks; named images in an order of their own."""
+        if not self.intervals:
+            name = type(self).__name__
+            raise DataError(f"this {name} kept nothing per image: make it as {name}(intervals=True).")
+        with self.sync_context(dist_sync_fn=self.dist_sync_fn):
+            rows, keys = dim_zero_cat(self.rows).cpu(), dim_zero_cat(self.keys).cpu()
+        for column in (1, 0):  # however images were sharded
+            order = keys[:, column].argsort(stable=True)
+            rows, keys = rows[order], keys[order]
+        return rows, keys
+
+    def unpacked(self, rows: Tensor) -> Tensor:
+        """The values of some images of the table, (N, values), in a float type that sums them exactly."""
+        return unpacked(rows, self._empty.shape[1:].numel())
+
+    def totals(self, sums: Tensor) -> Tensor:
+        """Sums (R, values) of unpacked rows in the shape that `percent` takes."""
+        return sums.reshape(len(sums), *self._empty.shape[1:])
+
+    def reset(self) -> None:
+        """Back to no image."""
+        super().reset()
+        if self.intervals:
+            self._start_rows()
+
+    def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
+        """Add another metric's states (torchmetrics alone would go on giving a result computed before)."""
+        super().merge_state(incoming_state)
+        self._update_count += 1
+        self._computed = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The batch's own result while it is added; a refused batch leaves the sums as they were."""
+        kept, count, on_cpu = self._copy_state_dict(), self._update_count, self.compute_on_cpu
+        try:
+            return super().forward(*args, **kwargs)
+        except Exception:  # torchmetrics has reset itself to look at the batch alone
+            for name, value in kept.items():
+                setattr(self, name, value)
+            self._update_count, self._computed, self._enable_grad = count, None, False
+            self._to_sync, self._should_unsync, self.compute_on_cpu = self.sync_on_compute, True, on_cpu
+            raise
+
+    def _start_rows(self) -> None:
+        # Never an empty list: a rank without images must gather rows of the others' type and width.
+        self.rows.append(packed(self._empty).to(self.device))
+        self.keys.append(_keys(None, 0).to(self.device))
+
+    def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        wrapped = super()._wrap_compute(compute)
+
+        @functools.wraps(compute)
+        def asked() -> Any:  # no image: our error, not the warning of torchmetrics
+            return wrapped() if self.images or self.distributed_available_fn() else compute()
+
+        return asked
+
+
+def packed(values: Tensor) -> Tensor:
+    """Flags (B, ...) as bits, (B, bytes); any other values as they are, (B, values)."""
+    values = values.reshape(len(values), values.shape[1:].numel())
+    if values.dtype != torch.bool:
+        return values
+    padded = F.pad(values.byte(), (0, -values.shape[1] % 8))
+    eights = padded.view(len(values), padded.shape[1] // 8, 8)
+    return (eights * _BITS.to(values.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpacked(rows: Tensor, width: int) -> Tensor:
+    """What `packed` took: flags as float32 (sums exact to 2^24), any other values as float64, (B, width)."""
+    if rows.dtype != torch.uint8:
+        return rows.double()
+    return (rows[:, :, None] & _BITS).ne(0).reshape(len(rows), rows.shape[1] * 8)[:, :width].float()
+
+
+def _keys(ids: Ids, count: int) -> Tensor:
+    """Sixteen bytes that stand for each id, (B, 2): ids themselves cannot be gathered; zeros for no names."""
+    if ids is None:
+        return torch.zeros((count, 2), dtype=torch.int64)
+    digests = [hashlib.blake2b(str(i).encode(), digest_size=16).digest() for i in ids]
+    halves = [[int.from_bytes(d[at : at + 8], signed=True) for at in (0, 8)] for d in digests]
+    return torch.tensor(halves, dtype=torch.int64).reshape(count, 2)
+
+
+def names_of(values: object, ids: Ids, start: Tensor) -> list[Any]:
+    """What errors call the images of a batch: their ids, or how many came before."""
+    if not isinstance(values, Tensor) or not values.ndim:
+        raise DataError(f"a batch must be a tensor with one entry per image, not {type(values).__name__}.")
+    if ids is None:
+        return [int(start) + i for i in range(len(values))]
+    if isinstance(ids, str) or len(ids) != len(values):
+        given = "one string" if isinstance(ids, str) else f"{len(ids)} ids"
+        raise DataError(f"{given} for {len(values)} images: give one id per image.")
+    return [str(i) for i in ids]
+
+
+def unit(values: Tensor, dims: str, what: str, names: list[Any], device: torch.device) -> Tensor:
+    """A batch of floats in [0, 1] on `device` (moved once), at least float32; anything else is refused."""
+    batch = f"the batch from image {names[0]!r} on" if names else "an empty batch"
+    if values.ndim != len(dims.split(", ")) or 0 in values.shape[1:]:
+        raise DataError(f"{what} must be ({dims}), not {tuple(values.shape)} ({batch}).")
+    if not values.is_floating_point():
+        raise DataError(f"{what} must be floats in [0, 1], not {values.dtype} ({batch}).")
+    values = values.detach().to(device)
+    values = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+    low, high = values.reshape(len(values), values.shape[1:].numel()).aminmax(dim=1)
+    wrong = ~((low >= -ROUNDING) & (high <= 1 + ROUNDING))  # true for NaN
+    if wrong.any():
+        i = int(wrong.int().argmax())
+        seen = "NaN" if low[i].isnan() or high[i].isnan() else f"{low[i]:.6g} to {high[i]:.6g}"
+        raise DataError(f"{what} of image {names[i]!r} must be in [0, 1], not {seen}.")
+    return values.clamp(0, 1)
+
+
+def same_length(others: Any, what: str, names: list[Any]) -> None:
+    """Refuse another number of `others` than of images."""
+    count = len(others) if hasattr(others, "__len__") else 0
+    if count < len(names):
+        raise DataError(f"{count} {what} for {len(names)} images: image {names[count]!r} has none.")
+    if count > len(names):
+        last = f"image {names[-1]!r}" if names else "none"
+        raise DataError(f"{count} {what} for {len(names)} images: the last image is {last}.")
+
+
+def ground_truth(boxes: Any, maps: Tensor, names: list[Any]) -> tuple[Tensor, Tensor]:
+    """All boxes of a batch, (sum of G, 4) int64, and the image that each belongs to, on the CPU."""
+    same_length(boxes, "sets of boxes", names)
+    found = list[Tensor]()
+    for name, given in zip(names, boxes, strict=True):
+        if given is None or not len(given):
+            raise DataError(f"image {name!r} has no ground-truth box: annotate it or leave it out.")
+        found.append(torch.as_tensor(given).detach().cpu())
+    check_boxes(found, maps.shape, names)
+    owner = torch.tensor([i for i, each in enumerate(found) for _ in each], dtype=torch.int64)
+    return torch.cat([torch.zeros(0, 4), *found]).long(), owner
+
+
+def flags(values: Tensor, what: str, names: list[Any]) -> Tensor:
+    """One yes or no per image, (B,) bool."""
+    same_length(values, what, names)
+    values = torch.as_tensor(values).detach()
+    if values.ndim != 1 or not (values.dtype == torch.bool or ((values == 0) | (values == 1)).all()):
+        raise DataError(
+            f"{what} must be yes or no for each image, (B,) bool (the batch from image {names[0]!r} on)."
+        )
+    return values.bool().cpu()
+
+
+def object_masks(masks: Tensor | Sequence[Tensor | None], maps: Tensor, names: list[Any]) -> Tensor:
+    """Masks like the maps, (B, H, W) uint8: 1 object, 0 background, 255 ignored."""
+    same_length(masks, "masks", names)
+    found = list[Tensor]()
+    for name, given in zip(names, masks, strict=True):
+        if given is None:
+            raise DataError(f"image {name!r} has no mask: annotate it or leave it out.")
+        mask = torch.as_tensor(given).detach().to(maps.device)
+        if mask.shape != maps.shape[1:]:
+            sizes = f"{tuple(mask.shape)}, its map is {tuple(maps.shape[1:])}"
+            raise DataError(f"the mask of image {name!r} is {sizes}: resize it (nearest neighbour).")
+        if not ((mask == 0) | (mask == 1) | (mask == IGNORED)).all():
+            seen = sorted({round(float(v), 4) for v in mask.unique()[:8]})
+            raise DataError(
+                f"the mask of image {name!r} holds {seen}: only 1 object, 0 background, 255 ignored."
+            )
+        found.append(mask.to(torch.uint8))
+    return torch.stack(found) if found else maps.to(torch.uint8)

@@ -1,0 +1,148 @@
+"""From maps to boxes at one threshold or at all 1001, and how well they fit the truth (PROTOCOL 5.1, 5.2).
+
+Levels are floor(255 * map), the product in the maps' own precision as in the public evaluator; only maps in
+half precision are multiplied in float32, where that product is exact. Thresholds are fractions of a map's
+highest level, in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sigcam.core.errors import DataError
+from sigcam.metrics.contours import contours
+from sigcam.metrics.threshold_sweep import LARGEST_SIDE, quantise, sweep
+
+Mode = Literal["largest", "all"]
+
+THRESHOLDS = torch.arange(1001, dtype=torch.float64) / 1000
+
+
+def best_ious(
+    maps: Tensor,
+    boxes: Sequence[Tensor],
+    *,
+    mode: Mode = "all",
+    first: bool = False,
+    ids: Sequence[str] | None = None,
+) -> Tensor:
+    """The best IoU of boxes around what maps (B, H, W) show at each of `THRESHOLDS`, (B, 1001) float64.
+
+    Works on as many cores as torch does (`torch.set_num_threads`); the result is on the CPU.
+
+    Args:
+        boxes: per image (G, 4), whole map pixels, xyxy; x1 and y1 are inside, and may be W and H.
+        mode: "all" contours count, or the one with the "largest" polygon.
+        first: only an image's first ground-truth box counts.
+        ids: names of the images, for errors.
+    """
+    levels = to_levels(maps, ids).numpy()
+    check_boxes(boxes, maps.shape, ids)
+    truth = [each[:1] if first else each for each in boxes]
+    ends = np.cumsum([0, *map(len, truth)])
+    flat = torch.cat([torch.zeros(0, 4, dtype=torch.int64), *(each.cpu().long() for each in truth)]).numpy()
+    ious = np.empty((len(maps), len(THRESHOLDS)))
+
+    def run(begin: int, end: int) -> None:
+        bounds = ends[begin : end + 1]
+        sweep(levels[begin:end], flat, bounds, THRESHOLDS.numpy(), mode == "largest", ious[begin:end])
+
+    # Threads of our own: numba's may neither be forked nor entered from two threads at once.
+    threads = min(torch.get_num_threads(), len(maps))
+    cuts = np.linspace(0, len(maps), min(4 * threads, len(maps)) + 1).astype(int).tolist()
+    if threads > 1:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(run, cuts[:-1], cuts[1:]))
+    elif threads:
+        run(0, len(maps))
+    return torch.from_numpy(ious)
+
+
+def boxes_at(maps: Tensor, threshold: float, mode: Mode = "largest") -> list[Tensor]:
+    """Per image, boxes (G, 4) of contours above the threshold, largest polygon first; (0, 0, 0, 0) if none.
+
+    Holes have contours too. Boxes are xyxy; x1 and y1 are one past the last pixel, but never past the last
+    pixel of the image.
+    """
+    height, width = maps.shape[-2:]
+    found = list[Tensor]()
+    for mask in foreground(maps, threshold).cpu().numpy():
+        rows = contours(mask)
+        rows = rows[np.argsort(-rows[:, 4], kind="stable")][: 1 if mode == "largest" else None, :4]
+        rows[:, 2:] = np.minimum(rows[:, 2:] + 1, (width - 1, height - 1))
+        found.append(torch.from_numpy(rows if len(rows) else np.zeros((1, 4), np.int64)).to(maps.device))
+    return found
+
+
+def foreground(maps: Tensor, threshold: float) -> Tensor:
+    """Pixels of (B, H, W) maps whose level is above `threshold` times the highest level, (B, H, W) bool."""
+    levels = to_levels(maps)
+    highest = levels.flatten(1).amax(1).double()
+    return (levels > (threshold * highest).floor()[:, None, None]).to(maps.device)
+
+
+def to_levels(maps: Tensor, ids: Sequence[str] | None = None) -> Tensor:
+    """Maps (B, H, W) in [0, 1] as grey levels, uint8 on the CPU; an error names the map that is not so."""
+    if maps.ndim != 3 or 0 in maps.shape[1:]:
+        raise DataError(f"maps must be (images, height, width), not {tuple(maps.shape)}.")
+    if max(maps.shape[1:]) > LARGEST_SIDE:
+        size = f"{maps.shape[2]} x {maps.shape[1]}"
+        raise DataError(f"maps of {size} pixels are too large: resize them to at most {LARGEST_SIDE} a side.")
+    if ids is not None and len(ids) != len(maps):
+        raise DataError(f"there are {len(maps)} maps but {len(ids)} ids: give one per map.")
+    maps = maps.detach().cpu()
+    maps = maps if maps.dtype in (torch.float32, torch.float64) else maps.float()
+    levels = torch.empty(maps.shape, dtype=torch.uint8)
+    flat = maps.flatten().numpy()
+    if quantise(flat, flat.dtype.type(255), levels.view(-1).numpy()):
+        inside = ((maps >= 0) & (maps <= 1)).flatten(1).all(1)  # false for NaN
+        index = int((~inside).nonzero()[0])
+        low, high = maps[index].aminmax()
+        seen = "NaN" if low.isnan() else f"values from {low:.6g} to {high:.6g}"
+        raise DataError(f"the map of {_name(index, ids)} has {seen}: bring maps into [0, 1].")
+    return levels
+
+
+def check_boxes(boxes: Sequence[Tensor], shape: torch.Size, ids: Sequence[str] | None = None) -> None:
+    """Raises an error that names the first image of (B, H, W) maps whose boxes cannot be scored as given."""
+    count, height, width = shape
+    if len(boxes) != count:
+        raise DataError(f"there are {count} maps but boxes of {len(boxes)} images: give (G, 4) per map.")
+    for index, each in enumerate(boxes):
+        who = _name(index, ids)
+        if each.ndim != 2 or each.shape[1] != 4 or not len(each):
+            raise DataError(
+                f"{who} needs boxes of shape (G, 4) with G at least 1, not {tuple(each.shape)}: "
+                "give its annotation, or leave it out."
+            )
+        for box in each.tolist():
+            x0, y0, x1, y1 = box
+            if any(value % 1 != 0 for value in box):  # true for NaN
+                raise DataError(f"{who} has a box {box} that is not in whole pixels: use scaled_boxes.")
+            if x0 > x1 or y0 > y1:
+                raise DataError(f"{who} has an inverted box {box}: give x0, y0, x1, y1, the least first.")
+            if x0 < 0 or y0 < 0 or x1 > width or y1 > height:
+                raise DataError(
+                    f"{who} has a box {box} beyond its {width} x {height} map: scale boxes to the map's size."
+                )
+
+
+def scaled_boxes(boxes: Tensor, size: tuple[int, int], out: tuple[int, int]) -> Tensor:
+    """Boxes (G, 4) of an image of `size` (width, height) in the pixels of one of `out`, cut to whole ones.
+
+    Multiplied before divided, in float64: another order gives other pixels for some sizes (PROTOCOL 5.2).
+    """
+    was, now = (
+        torch.tensor([*pair, *pair], dtype=torch.float64, device=boxes.device) for pair in (size, out)
+    )
+    return (boxes.double() * now / was).long()
+
+
+def _name(index: int, ids: Sequence[str] | None) -> str:
+    return f"image {ids[index]!r}" if ids is not None else f"image {index}"

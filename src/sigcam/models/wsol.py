@@ -1,0 +1,255 @@
+"""The paper's backbones: VGG-16, ResNet-50 and InceptionV3 with finer last feature maps (PROTOCOL 1.1, 1.2).
+
+The plain names are for gradient methods, `-cam` for vanilla CAM (global average and one linear layer); `-28`
+has maps of 28 x 28 cells at 224 pixels instead of 14 x 14.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sigcam.core.errors import ModelError
+from sigcam.models.state_dict import fill
+
+IMAGENET = 1000
+VGG_BLOCKS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # width, convolutions
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """How one of the networks is built, and what of torchvision's weights goes into it.
+
+    Args:
+        build: makes it with random weights, for a number of classes.
+        source: torchvision's name of the network that it was made from.
+        earlier: what the file of its first weights was called before.
+        head: whether the published head fits 1000 classes.
+        fresh: starts of the names that are new with any other head.
+    """
+
+    build: Callable[[int], nn.Module]
+    source: str
+    earlier: str
+    head: bool
+    fresh: tuple[str, ...]
+
+    def preset(self) -> Any:
+        """torchvision's record of the published weights, those of 2017."""
+        from torchvision.models import get_model_weights
+
+        return get_model_weights(self.source).IMAGENET1K_V1
+
+    def adopt(self, model: nn.Module, published: Mapping[str, Tensor], classes: int) -> dict[str, Tensor]:
+        """A state dict for the model: the published tensors where they belong, its own where it is new."""
+        own, theirs = model.state_dict(), dict(published)
+        fresh = () if self.head and classes == IMAGENET else self.fresh
+        if self.source == "vgg16":  # without a pool, the numbers change and the order does not
+            held = [theirs.pop(key) for key in _numbered(theirs)]
+            theirs |= dict(zip(_numbered(own), held, strict=True))
+        kept = {k: t for k, t in theirs.items() if not k.startswith(("AuxLogits.", *fresh))}
+        if not self.head:  # what follows the features there has no place here
+            kept = {key: tensor for key, tensor in kept.items() if key in own}
+        return kept | {key: tensor for key, tensor in own.items() if key.startswith(fresh)}
+
+
+class Vgg(nn.Module):
+    """VGG-16 without its last pool; what it halved is averaged to 7 x 7 for the three linear layers."""
+
+    def __init__(self, classes: int, *, fine: bool) -> None:
+        super().__init__()
+        self.features = _vgg_features(pools=3 if fine else 4)
+        self.avgpool = nn.AdaptiveAvgPool2d(7)
+        self.classifier = nn.Sequential(
+            *(nn.Linear(512 * 49, 4096), nn.ReLU(inplace=True), nn.Dropout(0.5)),
+            *(nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(0.5)),
+            nn.Linear(4096, classes),
+        )
+        _start_vgg(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.features(images)  # (B, 512, P, Q)
+        logits: Tensor = self.classifier(self.avgpool(features).flatten(1))
+        return logits
+
+
+class CamVgg(nn.Module):
+    """VGG-16 without its last pool; one more convolution, global average, one linear layer."""
+
+    def __init__(self, classes: int, *, fine: bool) -> None:
+        super().__init__()
+        self.features = _vgg_features(pools=3 if fine else 4)
+        self.conv6 = nn.Conv2d(512, 1024, 3, padding=1)
+        self.relu = nn.ReLU()
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(1024, classes)
+        _start_vgg(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.relu(self.conv6(self.features(images)))  # (B, 1024, P, Q)
+        logits: Tensor = self.fc(self.avgpool(features).flatten(1))
+        return logits
+
+
+class CamInception(nn.Module):
+    """InceptionV3 up to Mixed_6e without its last stride; two more convolutions, then a linear layer."""
+
+    def __init__(self, classes: int, *, fine: bool) -> None:
+        super().__init__()
+        from torchvision.models.inception import BasicConv2d, InceptionA, InceptionC
+
+        halve = partial(nn.MaxPool2d, 3, stride=2, ceil_mode=True)
+        self.Conv2d_1a_3x3 = BasicConv2d(3, 32, kernel_size=3, stride=2, padding=1)
+        self.Conv2d_2a_3x3 = BasicConv2d(32, 32, kernel_size=3)
+        self.Conv2d_2b_3x3 = BasicConv2d(32, 64, kernel_size=3, padding=1)
+        self.maxpool1 = halve(padding=1)
+        self.Conv2d_3b_1x1 = BasicConv2d(64, 80, kernel_size=1)
+        self.Conv2d_4a_3x3 = BasicConv2d(80, 192, kernel_size=3)
+        self.maxpool2 = halve(padding=1)
+        self.Mixed_5b = InceptionA(192, pool_features=32)
+        self.Mixed_5c = InceptionA(256, pool_features=64)
+        self.Mixed_5d = InceptionA(288, pool_features=64)
+        self.maxpool3 = nn.Identity() if fine else halve()
+        self.Mixed_6a = FlatInceptionB(288)
+        self.Mixed_6b = InceptionC(768, channels_7x7=128)
+        self.Mixed_6c = InceptionC(768, channels_7x7=160)
+        self.Mixed_6d = InceptionC(768, channels_7x7=160)
+        self.Mixed_6e = InceptionC(768, channels_7x7=192)
+        self.SPG_A3_1b = nn.Sequential(nn.Dropout(0.5), nn.Conv2d(768, 1024, 3, padding=1), nn.ReLU())
+        self.SPG_A3_2b = nn.Sequential(nn.Dropout(0.5), nn.Conv2d(1024, 1024, 3, padding=1), nn.ReLU())
+        self.dropout = nn.Dropout(0.5)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.SPG_A4 = nn.Conv2d(1024, classes, 1)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(images)))
+        x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(self.maxpool1(x)))
+        x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(self.maxpool2(x))))
+        x = self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(self.maxpool3(x))))
+        x = self.SPG_A3_1b(self.Mixed_6e(self.Mixed_6d(x)))
+        features = self.SPG_A3_2b(x)  # (B, 1024, P, Q)
+        # The mean and the 1x1 convolution change places with dropout or without it: only rounding differs.
+        logits: Tensor = self.SPG_A4(self.avgpool(self.dropout(features))).flatten(1)
+        return logits
+
+
+class FlatInceptionB(nn.Module):
+    """InceptionV3's Mixed_6a with stride 1 and padding 1 instead of stride 2."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        from torchvision.models.inception import BasicConv2d
+
+        self.branch3x3 = BasicConv2d(channels, 384, kernel_size=3, padding=1)
+        self.branch3x3dbl_1 = BasicConv2d(channels, 64, kernel_size=1)
+        self.branch3x3dbl_2 = BasicConv2d(64, 96, kernel_size=3, padding=1)
+        self.branch3x3dbl_3 = BasicConv2d(96, 96, kernel_size=3, padding=1)
+        self.pool = nn.MaxPool2d(3, stride=1, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        double = self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x)))
+        return torch.cat((self.branch3x3(x), double, self.pool(x)), 1)
+
+
+def _numbered(state: Mapping[str, Tensor]) -> list[str]:
+    """The names of VGG's convolutions, in order."""
+    names = [key for key in state if key.startswith("features.")]
+    return sorted(names, key=lambda key: (int(key.split(".")[1]), key))
+
+
+def _vgg_features(pools: int) -> nn.Sequential:
+    """The 13 convolutions, a 2 x 2 maximum after each of the first blocks."""
+    layers, channels = list[nn.Module](), 3
+    for block, (width, count) in enumerate(VGG_BLOCKS):
+        for _ in range(count):
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
+            channels = width
+        if block < pools:
+            layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers)
+
+
+def _start_vgg(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.01)
+        if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def resnet(classes: int, *, fine: bool) -> nn.Module:
+    """torchvision's ResNet-50 without the stride of layer4 and, if `fine`, of layer3."""
+    from torchvision.models import resnet50
+
+    model: Any = resnet50(weights=None, num_classes=classes)
+    for stage in (model.layer3, model.layer4) if fine else (model.layer4,):
+        for strided in (stage[0].conv2, stage[0].downsample[0]):
+            strided.stride = (1, 1)
+        stage[0].stride = 1
+    nn.init.normal_(model.fc.weight, std=0.01)
+    nn.init.zeros_(model.fc.bias)
+    found: nn.Module = model
+    return found
+
+
+def inception(classes: int) -> nn.Module:
+    """torchvision's InceptionV3 without its auxiliary head and its own scaling of the input."""
+    from torchvision.models import inception_v3
+
+    options: dict[str, Any] = {"aux_logits": False, "transform_input": False, "init_weights": False}
+    model: Any = inception_v3(weights=None, num_classes=classes, **options)
+    nn.init.trunc_normal_(model.fc.weight, std=0.1, a=-2, b=2)
+    found: nn.Module = model
+    return found
+
+
+_VGG = ("vgg16", "vgg16-397923af.pth")
+_RESNET = ("resnet50", "resnet50-19c8e357.pth")
+_INCEPTION = ("inception_v3", "inception_v3_google-1a9a5a14.pth")
+BACKBONES = {
+    f"{name}{suffix}": Backbone(partial(build, fine=bool(suffix)), *source, head, fresh)
+    for name, build, source, head, fresh in (
+        ("vgg16", Vgg, _VGG, True, ("classifier.",)),
+        ("vgg16-cam", CamVgg, _VGG, False, ("conv6.", "fc.")),
+        ("resnet50", resnet, _RESNET, True, ("fc.",)),
+        ("resnet50-cam", resnet, _RESNET, True, ("fc.",)),
+        ("inception_v3-cam", CamInception, _INCEPTION, False, ("SPG_",)),
+    )
+    for suffix in ("", "-28")
+} | {"inception_v3": Backbone(inception, *_INCEPTION, True, ("fc.",))}
+
+
+def build(
+    name: str, num_classes: int | None, published: Callable[..., Mapping[str, Tensor]] | None
+) -> nn.Module:
+    """The backbone, with random weights or with those that `published(preset, earlier file)` returns.
+
+    With another number of classes than ImageNet's, all that follows the features is new (PROTOCOL 1.3).
+    """
+    spec, backbone = f"wsol:{name}", BACKBONES.get(name)
+    if backbone is None:
+        raise ModelError(
+            f"no backbone of the paper is called {name!r}: choose one of {', '.join(BACKBONES)}."
+        )
+    if published and num_classes is None and not backbone.head:
+        how = "train one with `sigcam train-classifier`, give --weights (weights=), or num_classes=N"
+        raise ModelError(f"{spec} has no published head: {how}.")
+    classes = num_classes or IMAGENET
+    model = backbone.build(classes)
+    if published:
+        preset = backbone.preset()
+        state = backbone.adopt(model, published(preset, backbone.earlier), classes)
+        fill(model, state, source=preset.url, target=spec, num_classes=num_classes)
+    return model

@@ -1,0 +1,1 @@
+"""Any classifier to a `DualBranch`: find the split, attach a sigmoid head, save and load it."""

@@ -1,0 +1,267 @@
+"""Running a user's network under watch: in eval mode, alone, every module's output and every step noted."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from sigcam.core.errors import AttachError
+
+Size = tuple[int, int]  # height, width
+SIZES_TO_TRY = (224, 32, 28, 64, 96, 128, 256, 299, 384)  # after what the model itself declares
+MAX_IMAGE_CHANNELS = 16  # a convolution with more inputs does not read the image
+
+_LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_LOCKS_GUARD = threading.Lock()  # networks around one model share one lock, so it cannot live in either
+
+
+def lock_of(model: nn.Module) -> threading.RLock:
+    """The one lock under which sigcam hooks into this model."""
+    with _LOCKS_GUARD:
+        return _LOCKS.setdefault(model, threading.RLock())
+
+
+@contextmanager
+def borrowed(model: nn.Module) -> Iterator[list[Any]]:
+    """The model in eval mode, ours alone; hooks put into the yielded list are removed, modes come back."""
+    handles: list[Any] = []
+    with lock_of(model):
+        training = [module for module in model.modules() if module.training]
+        try:
+            for module in training:
+                module.training = False
+            yield handles
+        finally:
+            for handle in handles:
+                handle.remove()
+            for module in training:
+                module.training = True
+
+
+def chunks(images: Tensor) -> tuple[Tensor, ...]:
+    """The batch in parts that suit its device.
+
+    On a CPU the activations of many images cost more in fresh memory pages than a large batch saves: with
+    EfficientNet-Lite0 at 224 pixels on two cores, 8 images at a time are twice as fast as 32.
+    """
+    return images.split(8) if images.device.type == "cpu" else (images,)
+
+
+def logits_of(output: Any, batch: int) -> Tensor:
+    """The (B, C) logits in what a model returned: a tensor, a tuple, a dict, or an object with `.logits`."""
+    found = output
+    if isinstance(output, Mapping):
+        named = [output[key] for key in ("logits", "out", "output", "pred", "preds") if key in output]
+        found = named[0] if named else _first_flat(output.values(), output)
+    elif not isinstance(output, Tensor) and hasattr(output, "logits"):
+        found = output.logits
+    elif isinstance(output, tuple | list):
+        found = _first_flat(output, output)
+    if not isinstance(found, Tensor):
+        raise AttachError(
+            f"the model returned {type(output).__name__}, in which no logits were found. Let it return a "
+            "tensor, a tuple that starts with it, a dict with 'logits', or an object with .logits."
+        )
+    if found.ndim < 2 and (batch == 1 or found.shape == (batch,)):
+        return found.reshape(batch, -1)  # squeezed: one logit per image, or one image
+    if found.ndim > 2 and found.shape[2:].numel() == 1:
+        found = found.flatten(1)
+    if found.ndim != 2 or len(found) != batch:
+        raise AttachError(
+            f"the model returned {tuple(found.shape)} for {batch} image(s), not (B, C) logits: sigcam "
+            "explains image classifiers. Attach one, or let this model return its logits first."
+        )
+    return found
+
+
+def _first_flat(values: Iterable[Any], default: Any) -> Any:
+    """The first tensor that may be logits, past feature maps that come along; else the first tensor."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    flat = [tensor for tensor in tensors if tensor.ndim <= 2 or tensor.shape[2:].numel() == 1]
+    return next(iter(flat + tensors), default)
+
+
+@dataclass
+class Output:
+    """What one call of one module returned while probing."""
+
+    name: str
+    module: nn.Module
+    call: int
+    value: int  # equal for outputs that are one and the same tensor, handed up through containers
+    tensor: Tensor
+    inputs: tuple[int, ...]  # values that entered
+    start: int
+    end: int
+
+
+@dataclass
+class Call:
+    """One torch function that ran while probing and returned tensors."""
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    time: int
+
+
+@dataclass
+class Trace(TorchFunctionMode):
+    """Everything one pass did: module outputs in order of return, and torch functions in order of call."""
+
+    outputs: list[Output] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    clock: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._values: dict[int, tuple[Tensor, int, int]] = {}  # id -> tensor (kept alive), version, value
+        self._open: dict[nn.Module, list[tuple[int, tuple[int, ...]]]] = {}
+        self._counts: dict[str, int] = {}
+        self._passed: dict[int, int] = {}  # id -> version of what a hook handed on
+        self._next = 0
+
+    def value(self, tensor: Tensor) -> int:
+        """A number for the tensor's present content: a new one after each in-place change."""
+        known = self._values.get(id(tensor))
+        if known is None or known[1] != tensor._version:
+            known = (tensor, tensor._version, self._next)
+            self._values[id(tensor)] = known
+            self._next += 1
+        return known[2]
+
+    def tensors(self, values: set[int]) -> list[Tensor]:
+        """The tensors that carry these values and are part of the graph."""
+        return [t for t, _, value in self._values.values() if value in values and t.requires_grad]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        inputs = tuple(self.value(tensor) for tensor in tensors_in((args, kwargs or {})))
+        with torch.inference_mode(False), torch.enable_grad():  # whatever the model itself has switched off
+            out = func(*args, **(kwargs or {})) if name != "detach" else args[0].view_as(args[0])
+        made = tuple(self.value(tensor) for tensor in tensors_in(out))
+        if made:
+            self.clock += 1
+            self.calls.append(Call(name, inputs, made, self.clock))
+        return out
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.clock += 1
+        entered = tuple(self.value(tensor) for tensor in tensors_in((args, kwargs)))
+        self._open.setdefault(module, []).append((self.clock, entered))
+
+    def leave(self, name: str, module: nn.Module, out: Any) -> Any:
+        start, inputs = self._open[module].pop()
+        self.clock += 1
+        call = self._counts[name] = self._counts.get(name, 0) + 1
+        if not isinstance(out, Tensor) or not out.dtype.is_floating_point:
+            return None
+        with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
+            handed_up = self._passed.get(id(out)) == out._version
+            if not out.requires_grad:  # the model cut its own graph: start another one here
+                out = out.detach().clone().requires_grad_()
+            passed_on = out if handed_up else out.clone()  # so that an in-place step leaves ours alone
+        value = self.value(out)
+        self._values[id(passed_on)] = (passed_on, passed_on._version, value)
+        self._passed[id(passed_on)] = passed_on._version
+        self.outputs.append(Output(name, module, call, value, out, inputs, start, self.clock))
+        return passed_on
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and mappings."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors_in(value)
+    elif isinstance(tree, tuple | list):
+        for value in tree:
+            yield from tensors_in(value)
+
+
+def run_traced(model: nn.Module, example: Tensor) -> tuple[Trace, Any]:
+    """The trace of one eval-mode pass, with gradient, and what the model returned."""
+    trace = Trace()
+    with torch.inference_mode(False), torch.enable_grad(), borrowed(model) as handles:
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise AttachError(
+                    f"{name or 'the model'} is a TorchScript module, which cannot be tapped: attach the "
+                    "eager model."
+                )
+            handles.append(module.register_forward_pre_hook(trace.enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(_leave(trace, name)))
+        with trace:
+            output = model(example.detach().requires_grad_().clone())  # no leaf: it may be changed in place
+    return trace, output
+
+
+def _leave(trace: Trace, name: str) -> Callable[[nn.Module, Any, Any], Any]:
+    return lambda module, args, out: trace.leave(name, module, out)
+
+
+def probe(model: nn.Module, example: Tensor | None, seed: int) -> tuple[Tensor, Trace, Any]:
+    """The example the model could be run on (given, or the first that fits), its trace and its output."""
+    failure: Exception | None = None
+    tried: dict[str, None] = {}
+    for candidate in [example] if example is not None else default_examples(model, seed):
+        if candidate.ndim != 4:
+            raise AttachError(f"example must be (1, C, H, W), not {tuple(candidate.shape)}.")
+        try:
+            return candidate, *run_traced(model, candidate)
+        except AttachError:
+            raise
+        except Exception as error:  # any user network, any failure: the next size, then one line
+            failure = failure or error
+            tried["x".join(map(str, candidate.shape[1:]))] = None
+    raise AttachError(
+        f"{type(model).__name__} could not be run on a random image of {listed(tried)} "
+        f"({type(failure).__name__}: {' '.join(str(failure).split())[:200]}). "
+        "Pass one that it takes: attach(model, example=tensor of (1, C, H, W))."
+    ) from failure
+
+
+def listed(words: Iterable[str], most: int = 10) -> str:
+    """The first few words, separated by commas."""
+    words = list(words)
+    return ", ".join(words[:most]) + (", ..." if len(words) > most else "")
+
+
+def default_examples(model: nn.Module, seed: int) -> Iterator[Tensor]:
+    """Random (1, C, H, W) inputs to probe with: sizes the model declares first, then usual ones."""
+    weight = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+    channels, sizes = list[int](), list[Size]()
+    for module in model.modules():
+        for holder in (getattr(module, "patch_embed", None), module):  # timm's own size, torchvision's ViT
+            for attribute in ("img_size", "image_size"):
+                sizes += _as_size(getattr(holder, attribute, None))
+        for cfg in (getattr(module, "pretrained_cfg", None), getattr(module, "default_cfg", None)):
+            if isinstance(cfg, Mapping) and len(cfg.get("input_size") or ()) == 3:
+                sizes += _as_size(cfg["input_size"][1:])
+        sizes += _as_size(getattr(getattr(module, "config", None), "image_size", None))
+        if isinstance(module, nn.Conv2d) and module.in_channels <= MAX_IMAGE_CHANNELS:
+            channels.append(module.in_channels)
+    generator = torch.Generator().manual_seed(seed)
+    every_size = dict.fromkeys(sizes + [(size, size) for size in SIZES_TO_TRY])
+    for depth, (height, width) in product(dict.fromkeys([*channels, 3, 1]), every_size):
+        noise = torch.randn(1, depth, height, width, generator=generator)
+        yield noise.to(device=weight.device, dtype=weight.dtype)
+
+
+def _as_size(value: Any) -> list[Size]:
+    if isinstance(value, int) and value > 1:
+        return [(value, value)]
+    pair = tuple(value) if isinstance(value, tuple | list) else ()
+    return [pair] if len(pair) == 2 and all(isinstance(v, int) and v > 1 for v in pair) else []

@@ -1,0 +1,1 @@
+"""Train a sigmoid branch, or a softmax classifier to attach one to."""

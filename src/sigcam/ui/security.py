@@ -1,0 +1,303 @@
+"""What keeps the page safe: who may reach it, which files it takes, how much it remembers; and fits."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from PIL import Image
+
+from sigcam.core.config import FitConfig
+from sigcam.core.errors import DataError
+from sigcam.data.readers.folder import open_picture
+from sigcam.data.sample import Sample, Samples
+from sigcam.network.dual import DualBranch, attach
+from sigcam.training.branch import FitResult, fit
+
+MOST_BYTES = 20 * 2**20  # of one upload
+MOST_PIXELS = 50_000_000  # of one picture, told by its header before anything is decoded
+MOST_FILES = 64  # uploads that lie on disk at a time
+MOST_SESSIONS, IDLE_SECONDS = 32, 30 * 60
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # some others of Pillow's start programs
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+HEADERS = {
+    "content-security-policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
+    "connect-src 'self'; "
+    "worker-src 'self' blob:; object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+T = TypeVar("T")
+
+
+# ------------------------------------------------------------------------------------------- who may come
+
+
+def login_of(host: str, share: bool, auth: str | None) -> tuple[str, str] | None:
+    """The user and password that `--auth` names; DataError where others could come in without one."""
+    if auth is None:
+        if share or host not in LOOPBACK:
+            asked = "--share" if share else f"--host {host}"
+            raise DataError(
+                f"{asked} lets others in, so it needs a login: add --auth user:password, or leave it out to "
+                "serve this machine alone."
+            )
+        return None
+    user, colon, password = auth.partition(":")
+    if not (user and colon and password):
+        raise DataError("--auth takes user:password, neither of them empty.")
+    return user, password
+
+
+class Guard:
+    """An ASGI layer around the page: headers that keep the browser on this server, a limit on uploads, and
+    for a page without login an answer to local names only, so that no other site can be resolved to it.
+
+    Args:
+        local: there is no login.
+    """
+
+    def __init__(self, app: Any, *, local: bool) -> None:
+        self.app, self.local = app, local
+        self._uploads = deque[Path]()  # on disk, the oldest first
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        given = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        upload = scope["type"] == "http" and scope["path"].rstrip("/").endswith("/upload")
+        if self.local and _host(given.get("host", "")) not in LOOPBACK:
+            await _refuse(send, 400, "this page answers on this machine only: start it with --auth.")
+            return
+        if upload and not given.get("content-length", "").isdecimal():
+            await _refuse(send, 411, "an upload must say how large it is.")
+            return
+        if upload and int(given["content-length"]) > MOST_BYTES + 2**16:  # what wraps the file
+            await _refuse(send, 413, f"a picture may have at most {MOST_BYTES >> 20} MB.")
+            return
+
+        said = bytearray()
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message = {**message, "headers": [*message.get("headers", ()), *extra]}
+            elif upload:
+                said.extend(message.get("body", b""))
+            await send(message)
+
+        await self.app(scope, receive, answer)
+        if upload:
+            self._keep_few(bytes(said))
+
+    def _keep_few(self, answer: bytes) -> None:
+        """Removes the oldest uploads; the answer to one is the list of its files."""
+        with suppress(ValueError):
+            for path in (Path(path) for path in json.loads(answer) if isinstance(path, str)):
+                if path in self._uploads:  # the same picture again: its file is one
+                    self._uploads.remove(path)
+                self._uploads.append(path)
+        while len(self._uploads) > MOST_FILES:
+            self._uploads.popleft().unlink(missing_ok=True)
+
+
+def _host(header: str) -> str:
+    """The name in a Host header, without its port."""
+    return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]
+
+
+async def _refuse(send: Send, status: int, why: str) -> None:
+    headers = [(b"content-type", b"text/plain; charset=utf-8")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": why.encode()})
+
+
+# ------------------------------------------------------------------------------------------ which pictures
+
+
+def admitted(path: Path, uploads: Path) -> Image.Image:
+    """The picture in a file that somebody sent to `uploads`, if it is small enough and of a usual kind. The
+    file stays for now: two people who send the same picture share it."""
+    name = path.name
+    if not path.resolve().is_relative_to(uploads.resolve()):
+        raise DataError(f"{name} was not sent to this page, so it is not opened.")
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise DataError(f"{name} has more than {MOST_BYTES >> 20} MB: make it smaller first.")
+        check_header(path, name)
+        return open_picture(path)
+    except OSError as error:
+        raise DataError(f"cannot read {name}: {error.strerror or 'it is not a picture'}.") from error
+    except DataError as error:
+        raise DataError(str(error).replace(str(path), name)) from error
+
+
+def check_header(path: Path, name: str) -> None:
+    """DataError if the header tells of too many pixels, or of no kind of picture that is taken."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # our own limit is lower
+            with Image.open(path, formats=FORMATS) as image:
+                width, height = image.size
+    except Image.DecompressionBombError:
+        width = height = MOST_PIXELS
+    except Exception as error:  # decoders raise nearly everything
+        kinds = "JPEG, PNG, WebP, GIF, BMP or TIFF"
+        raise DataError(f"cannot read {name}: it is damaged, or no {kinds} picture.") from error
+    if width * height > MOST_PIXELS:
+        limit = f"{MOST_PIXELS // 1_000_000} megapixels"
+        raise DataError(f"{name} has more than {limit}: make it smaller first.")
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """Pictures that a person may choose by number; none lies outside `root`."""
+
+    samples: Samples
+    root: Path | None = None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def sample(self, index: object) -> Sample:
+        """The sample of that number; DataError for whatever else a browser may send."""
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(self.samples):
+            raise DataError(f"there is no such picture: choose one of the {len(self.samples)} shown.")
+        return self.samples[index]
+
+    def open(self, index: object) -> tuple[str, Image.Image]:
+        """The picture's name and the picture."""
+        sample = self.sample(index)
+        if sample.path is None:
+            return sample.id, sample.open()
+        if self.root is not None and not sample.path.resolve().is_relative_to(self.root.resolve()):
+            raise DataError(f"{sample.id} leads out of the folder, so it is not opened.")
+        check_header(sample.path, sample.id)
+        try:
+            return sample.id, sample.open()
+        except DataError as error:
+            raise DataError(str(error).replace(str(sample.path), sample.id)) from error
+
+
+# --------------------------------------------------------------------------------------- what is remembered
+
+
+class Sessions(Generic[T]):
+    """What the latest few people look at, for as long as they do."""
+
+    def __init__(
+        self,
+        most: int = MOST_SESSIONS,
+        idle: float = IDLE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.most, self.idle, self.clock = most, idle, clock
+        self._held: OrderedDict[str, tuple[float, T]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def put(self, key: str, value: T) -> None:
+        """Remembers it, and forgets what is too old or too much."""
+        with self._lock:
+            self._held[key] = (self.clock(), value)
+            self._held.move_to_end(key)
+            self._forget()
+
+    def get(self, key: str) -> T:
+        """What was put there; DataError if it is gone."""
+        with self._lock:
+            self._forget()
+            if key not in self._held:
+                raise DataError("this picture was put away after a while: choose it again.")
+            value = self._held[key][1]
+            self._held[key] = (self.clock(), value)
+            self._held.move_to_end(key)
+            return value
+
+    def drop(self, key: str) -> None:
+        """Forgets it, if it is there."""
+        with self._lock:
+            self._held.pop(key, None)
+
+    def _forget(self) -> None:
+        now = self.clock()
+        while self._held:
+            key, (seen, _) = next(iter(self._held.items()))
+            if len(self._held) <= self.most and now - seen <= self.idle:
+                return
+            del self._held[key]
+
+
+# ---------------------------------------------------------------------------------------- fitting on the side
+
+
+class Stopped(Exception):
+    """Somebody asked a fit to stop."""
+
+
+@dataclass
+class FitJob:
+    """A fit in a thread of its own: how far it is, and what came of it."""
+
+    net: DualBranch
+    samples: Samples
+    config: FitConfig
+    stage: str = "starting"
+    done: int = 0
+    total: int = 0
+    result: FitResult | None = None
+    error: BaseException | None = None
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    @staticmethod
+    def beside(net: DualBranch, samples: Samples, config: FitConfig | None = None) -> FitJob:
+        """A fit of another branch beside the same model: what is shown to others stays as it is."""
+        other = attach(net.origin, head=net.named["head"], layer=net.named["layer"], example=net.example)
+        other.transform, other.class_names = net.transform, net.class_names
+        return FitJob(other, samples, config or FitConfig())
+
+    def start(self) -> None:
+        """Begins."""
+        self._thread = threading.Thread(target=self._run, name="sigcam-fit", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends it at the next chance, with the branch as it was."""
+        self._stop.set()
+
+    @property
+    def running(self) -> bool:
+        """Whether it is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self, seconds: float) -> None:
+        """Returns when it ends, or after so long."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            self.result = fit(self.net, self.samples, self.config, progress=self._progress)
+        except BaseException as error:
+            self.error = error
+
+    def _progress(self, stage: str, done: int, total: int) -> None:
+        if self._stop.is_set():
+            raise Stopped
+        self.stage, self.done, self.total = stage, done, total
