@@ -24,15 +24,17 @@ from rich.console import Console
 from rich.table import Table
 
 from sigcam.core.config import FitConfig
-from sigcam.data.labels import as_targets
-from sigcam.data.loader import collect
-from sigcam.data.sample import Samples, open_dataset
+from sigcam.data.loader import load_batches
+from sigcam.data.registry import open_dataset
+from sigcam.data.sample import Samples
 from sigcam.metrics.classification import average_precision
 from sigcam.models.classifier import load_classifier
-from sigcam.network.dual import DualBranch, attach
+from sigcam.network.attachment import attach
+from sigcam.network.dual import DualBranch
 from sigcam.training.branch import _held_out, fit
-from sigcam.training.features import pooled_of
+from sigcam.training.features import compute_pooled
 from sigcam.training.linear_probe import train_probe
+from sigcam.training.loss import as_targets
 
 BUDGET, FASTER = 0.10, 8.0  # of a backbone pass, for a warm refit; than the paper's recipe, end to end
 EPOCHS = 10
@@ -57,7 +59,7 @@ def precision_of(net: DualBranch, samples: Samples) -> float:
     """Mean average precision of the branch."""
     assert net.transform is not None
     logits, labels = list[torch.Tensor](), list[torch.Tensor]()
-    for batch in collect(samples, net.transform, batch_size=8):
+    for batch in load_batches(samples, net.transform, batch_size=8):
         assert batch.labels is not None
         logits.append(net(batch.images).sigmoid)
         labels.append(batch.labels)
@@ -68,9 +70,9 @@ def speeds(net: DualBranch, samples: Samples) -> dict[str, float]:
     """Images per second that are decoded by one process, and that pass the backbone."""
     assert net.transform is not None
     some = samples[:256]
-    batches, decoding = timed(list, collect(some, net.transform, batch_size=64))
+    batches, decoding = timed(list, load_batches(some, net.transform, batch_size=64))
     config = FitConfig()
-    _, running = timed(lambda: [pooled_of(net, b.images, config, linear=True, who="") for b in batches])
+    _, running = timed(lambda: [compute_pooled(net, b.images, config, linear=True, who="") for b in batches])
     return {"decoded_per_second": len(some) / decoding, "backbone_per_second": len(some) / running}
 
 

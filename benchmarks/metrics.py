@@ -34,8 +34,9 @@ from rich.table import Table
 from torch import Tensor
 
 import sigcam
-from sigcam.data.loader import collect
-from sigcam.data.sample import Samples, open_dataset
+from sigcam.data.loader import load_batches
+from sigcam.data.registry import open_dataset
+from sigcam.data.sample import Samples
 from sigcam.metrics import threshold_sweep as kernels
 from sigcam.metrics.boxes import THRESHOLDS, Mode, best_ious, scaled_boxes, to_levels
 from sigcam.metrics.localization import MaxBoxAccV2, PxAP
@@ -75,7 +76,7 @@ def real() -> Case:
     net = sigcam.attach(classifier.model)
     maps = [
         sigcam.explain(net, batch.images, "cam", branch="softmax", clamp=False).maps
-        for batch in collect(chosen, classifier.transform, batch_size=BATCH)
+        for batch in load_batches(chosen, classifier.transform, batch_size=BATCH)
     ]
     boxes = []
     for sample in chosen:

@@ -22,7 +22,7 @@ import torch
 from sigcam.cli.fit import read_features
 from sigcam.core.config import FitConfig
 from sigcam.data.labels import match_classes
-from sigcam.data.sample import open_dataset
+from sigcam.data.registry import open_dataset
 from sigcam.evaluation.evaluator import evaluate
 from sigcam.network.opening import SHIPPED, attach_to, open_classifier
 from sigcam.training.branch import fit
@@ -116,10 +116,10 @@ MaxBoxAccV2 of CAM on those {test["images"]} images, in percent with 95 % interv
 @torch.no_grad()
 def branch_accuracy(net, samples):  # type: ignore[no-untyped-def]
     """How often the best class of each head is the label, and how the evidence of the label is spread."""
-    from sigcam.data.loader import collect
+    from sigcam.data.loader import load_batches
 
     right, evidence = {"softmax": 0, "sigmoid": 0}, []
-    for batch in collect(samples, net.transform, batch_size=8):
+    for batch in load_batches(samples, net.transform, batch_size=8):
         seen = net(batch.images)
         for name in right:
             right[name] += int((getattr(seen, name).argmax(1) == batch.labels).sum())

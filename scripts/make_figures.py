@@ -25,8 +25,9 @@ from sigcam.bench.paper import ROWS
 from sigcam.data.readers.shapes import scenes, shapes
 from sigcam.data.sample import Sample
 from sigcam.drawing.overlay import HEAT, SIGNED, grid, overlay, with_boxes, with_outline
-from sigcam.methods.explainer import Drawing, explain_passage
-from sigcam.methods.probe import Branch
+from sigcam.methods.explainer import explain_pass
+from sigcam.methods.map_config import MapConfig
+from sigcam.methods.targets import Branch
 from sigcam.network.dual import DualBranch
 
 matplotlib.use("agg")
@@ -138,8 +139,8 @@ def collapse(net: DualBranch, sample: Sample) -> Any:
             weight.copy_(start - step * spread)
         passage = moving.run(image)
         for branch, shares in left.items():
-            drawing = Drawing("cam", branch, clamp=False, scale="raw")
-            ex = explain_passage(moving, passage, drawing, classes=sample.label, size="features")
+            drawing = MapConfig("cam", branch, clamp=False, scale="raw")
+            ex = explain_pass(moving, passage, drawing, classes=sample.label, size="features")
             shares.append(float((ex.maps > 0).double().mean()))
         chance.append(float(ex.probability[0]))
     gone = next(step for step, share in zip(steps.tolist(), left["softmax"], strict=True) if not share)

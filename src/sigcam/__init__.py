@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from sigcam import metrics as metrics
     from sigcam.core.config import FitConfig as FitConfig
     from sigcam.core.errors import AttachError as AttachError
     from sigcam.core.errors import CheckpointError as CheckpointError
     from sigcam.core.errors import DataError as DataError
     from sigcam.core.errors import ModelError as ModelError
     from sigcam.core.errors import SigcamError as SigcamError
-    from sigcam.data.labels import balanced_bce as balanced_bce
+    from sigcam.data.registry import open_dataset as open_dataset
     from sigcam.data.sample import Sample as Sample
     from sigcam.data.sample import Samples as Samples
-    from sigcam.data.sample import open_dataset as open_dataset
     from sigcam.evaluation.evaluator import evaluate as evaluate
     from sigcam.evaluation.evaluator import evaluate_maps as evaluate_maps
     from sigcam.evaluation.result import Result as Result
@@ -37,19 +35,20 @@ if TYPE_CHECKING:
     from sigcam.methods.explanation import Explanation as Explanation
     from sigcam.metrics import bootstrap as bootstrap
     from sigcam.models.classifier import load_classifier as load_classifier
+    from sigcam.network.attachment import attach as attach
+    from sigcam.network.branch_file import load as load
     from sigcam.network.dual import Branches as Branches
     from sigcam.network.dual import DualBranch as DualBranch
-    from sigcam.network.dual import attach as attach
-    from sigcam.network.dual import load as load
     from sigcam.training.branch import FitResult as FitResult
     from sigcam.training.branch import fit as fit
     from sigcam.training.features import Features as Features
+    from sigcam.training.loss import balanced_bce as balanced_bce
 
 _HOMES = {
     "core.config": ("FitConfig",),
     "core.errors": ("AttachError", "CheckpointError", "DataError", "ModelError", "SigcamError"),
-    "data.labels": ("balanced_bce",),
-    "data.sample": ("Sample", "Samples", "open_dataset"),
+    "data.registry": ("open_dataset",),
+    "data.sample": ("Sample", "Samples"),
     "evaluation.evaluator": ("evaluate", "evaluate_maps"),
     "evaluation.result": ("Result",),
     "methods.compat": (
@@ -69,9 +68,12 @@ _HOMES = {
     "methods.explanation": ("Explanation",),
     "metrics": ("bootstrap",),
     "models.classifier": ("load_classifier",),
-    "network.dual": ("Branches", "DualBranch", "attach", "load"),
+    "network.attachment": ("attach",),
+    "network.branch_file": ("load",),
+    "network.dual": ("Branches", "DualBranch"),
     "training.branch": ("FitResult", "fit"),
     "training.features": ("Features",),
+    "training.loss": ("balanced_bce",),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [*sorted([*_MODULE_OF, "metrics"]), "__version__"]

@@ -1,41 +1,6 @@
 """`python -m sigcam` and the `sigcam` command."""
 
-from __future__ import annotations
-
-import sys
-from typing import Any
-
-
-def main() -> None:
-    """Runs the command; bad input ends with one line and exit code 2, never a traceback."""
-    import typer
-
-    from sigcam.cli.app import app
-    from sigcam.core.errors import SigcamError
-
-    usage_error: Any = typer.BadParameter.__mro__[2]  # ClickException, wherever this typer keeps its click
-    try:
-        status = app(sys.argv[1:] or ["--help"], standalone_mode=False)
-        raise SystemExit(status if isinstance(status, int) else 0)
-    except usage_error as error:
-        fail(f"{error.format_message()} See sigcam --help.")
-    except SigcamError as error:
-        fail(str(error))
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        fail(f"{where}{error.strerror or error}")
-    except RuntimeError as error:
-        fail(f"the model could not be run on these pictures ({str(error).splitlines()[0]}).")
-    except (KeyboardInterrupt, typer.Abort):
-        print("sigcam: stopped.", file=sys.stderr)
-        raise SystemExit(130) from None
-
-
-def fail(message: str) -> None:
-    """One line to stderr, exit code 2."""
-    print(f"sigcam: {' '.join(message.split())}", file=sys.stderr)
-    raise SystemExit(2)
-
+from sigcam.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -3,8 +3,6 @@ the paper's VGG-16 on its published convolutions); and the branch fitted beside 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -13,16 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sigcam.bench.weights import VGG, open_vgg, pooled_cells
+from sigcam.bench.plan import VGG
+from sigcam.bench.weights import open_vgg, pooled_cells
 from sigcam.core.config import FitConfig, TrainConfig
-from sigcam.core.distributed import alone, rank, wait, world
+from sigcam.core.distributed import barrier, rank, single_process, world_size
 from sigcam.core.errors import DataError, SigcamError
-from sigcam.core.manifest import data_fingerprint, files_fingerprint
+from sigcam.core.files import hash_of
+from sigcam.data.fingerprint import data_fingerprint, files_fingerprint
 from sigcam.data.labels import match_classes
 from sigcam.data.sample import Samples
 from sigcam.evaluation.checkpoint import circumstances
 from sigcam.models.classifier import Classifier, load_classifier, save_classifier
-from sigcam.network.dual import DualBranch, attach, fingerprint, load
+from sigcam.models.state_dict import fingerprint
+from sigcam.network.attachment import attach
+from sigcam.network.branch_file import load
+from sigcam.network.dual import DualBranch
 from sigcam.network.opening import SHIPPED
 from sigcam.training.branch import fit
 from sigcam.training.classifier import train_classifier
@@ -48,29 +51,31 @@ def network(
     if given or dataset == "ilsvrc":  # a trained one, or one with its published head
         train = plan.training(dataset, plan.learning)
         classifier = load_classifier(plan.backbone, weights=given, device=plan.device)
-        name = key_of((_made_of(plan, train, classifier), fingerprint(classifier.model)))[:8]
+        name = hash_of((_made_of(plan, train, classifier), fingerprint(classifier.model)))[:8]
         home = plan.output / "models" / f"{dataset}-given-{name}"
     else:
         classifier, train, home = _trained(plan, dataset, progress)
     without = [] if negatives is None else [data_fingerprint(negatives), files_fingerprint(negatives)]
-    file = home / f"branch-{key_of([asdict(config), *without])[:8]}.safetensors"
+    file = home / f"branch-{hash_of([asdict(config), *without])[:8]}.safetensors"
     if not file.is_file():
         net = _prepared(attach(_last(classifier)), classifier)
         data: Data | Features = match_classes(train, net.classes, net.class_names)
         cache = plan.output / "features"
         if plan.backbone == VGG and not given:
             data = pooled_cells(classifier, train, cache, progress)
-        elif world() > 1:  # each runs its share of the images, then one solves, as if it had run them all
+        elif (
+            world_size() > 1
+        ):  # each runs its share of the images, then one solves, as if it had run them all
             extract(net, data, config, cache=cache, progress=progress)
             if negatives is not None:
                 extract(net, negatives, config, cache=cache, progress=progress, labelled=False)
-            wait()
+            barrier()
         if rank() == 0:
-            with alone():
+            with single_process():
                 fit(net, data, config, negatives=negatives, cache=cache, progress=progress)
             home.mkdir(parents=True, exist_ok=True)
             net.save(file)
-        wait()
+        barrier()
     with _kept(file):
         return _prepared(load(file, _last(classifier)), classifier)
 
@@ -82,13 +87,13 @@ def _trained(plan: Plan, dataset: str, progress: Progress) -> tuple[Classifier, 
     how: Any = {"num_classes": len(train.classes), "device": plan.device, "pretrained": False}
     recipe = asdict(STAGES) if plan.learns == "stages" else None
     graph = load_classifier(plan.backbone, **how)
-    name = key_of((_made_of(plan, train, graph), plan.learns, recipe, plan.seed))[:8]
+    name = hash_of((_made_of(plan, train, graph), plan.learns, recipe, plan.seed))[:8]
     home = plan.output / "models" / f"{dataset}-{plan.learns}-{name}"
     weights = home / "classifier.safetensors"
     if not weights.is_file() and rank() == 0:
         home.mkdir(parents=True, exist_ok=True)
         _train(plan, train, weights, progress)
-    wait()
+    barrier()
     with _kept(weights):
         classifier = load_classifier(plan.backbone, weights=weights, **how)
     return classifier, train, home
@@ -135,9 +140,3 @@ def _prepared(net: DualBranch, classifier: Classifier) -> DualBranch:
     net.transform = classifier.transform
     net.class_names = net.class_names or classifier.classes
     return net
-
-
-def key_of(value: Any) -> str:
-    """A name for a value that JSON can write."""
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -9,7 +9,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Cell:
+class PublishedNumber:
     """One published number: of which table, backbone, method and row, on which data set, by which metric."""
 
     table: str
@@ -30,10 +30,16 @@ ROWS: dict[str, tuple[str, bool]] = {
     "sigmoid, signed": ("sigmoid", False),
     "sigmoid, clamped (the paper's method)": ("sigmoid", True),
 }
-METHODS = ("cam", "grad-cam", "grad-cam++", "xgrad-cam", "layer-cam")  # of Table 1; Table 2 has the first two
+PAPER_METHODS = (
+    "cam",
+    "grad-cam",
+    "grad-cam++",
+    "xgrad-cam",
+    "layer-cam",
+)  # of Table 1; Table 2 has the first two
 FIDELITY = ("average_drop", "increase_in_confidence", "mean_map")
 FIRST = ("gt_known_loc_first", "top1_loc_first")  # as the paper counted where images have several boxes
-BACKBONES = {"vgg16": "VGG-16", "resnet50": "ResNet-50", "inception_v3": "InceptionV3"}
+PAPER_BACKBONES = {"vgg16": "VGG-16", "resnet50": "ResNet-50", "inception_v3": "InceptionV3"}
 
 _CELLS = """
 table1 VGG-16 cam baseline cub average_drop 45.36
@@ -271,12 +277,12 @@ pos-weight ResNet-50 grad-cam ours_999to1 ilsvrc max_box_acc_v2 57.98
 """
 
 
-def _cell(line: str) -> Cell:
+def _cell(line: str) -> PublishedNumber:
     table, backbone, method, row, dataset, metric, value = line.split()
-    return Cell(table, backbone, method, row, dataset, metric, float(value))
+    return PublishedNumber(table, backbone, method, row, dataset, metric, float(value))
 
 
-PUBLISHED: tuple[Cell, ...] = tuple(_cell(line) for line in _CELLS.split("\n") if line)
+PUBLISHED: tuple[PublishedNumber, ...] = tuple(_cell(line) for line in _CELLS.split("\n") if line)
 
 # Hours of training, milliseconds per image and millions of parameters, each without and with the branch.
 OVERHEAD: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[float, float]]] = {
@@ -299,10 +305,10 @@ def _backbone(row: Row) -> str | None:
     scheme, _, name = row["backbone"].partition(":")
     plain = name.removesuffix("-28").removesuffix("-cam")
     form = plain == "resnet50" or ("-cam" in name) == (row["method"] == "cam")  # which is but one network
-    return BACKBONES.get(plain) if scheme == "wsol" and form else None
+    return PAPER_BACKBONES.get(plain) if scheme == "wsol" and form else None
 
 
-def published(row: Row, table: str, metric: str) -> float | None:
+def published_value(row: Row, table: str, metric: str) -> float | None:
     """The paper's number for the same data set, backbone, method and row; it scored the confidence of its
     own maps by its own branch."""
     kind = {("softmax", False): "baseline", ("sigmoid", True): "ours", ("sigmoid", False): "ours_no_nwc"}.get(

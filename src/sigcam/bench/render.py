@@ -5,33 +5,18 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
-import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import torch
 from PIL import Image
 
-from sigcam.bench.networks import network
-from sigcam.bench.paper import OVERHEAD, ROWS, Row, published, row_name
-from sigcam.bench.plan import FINE, Plan, methods_of, there
-from sigcam.core.config import FitConfig
-from sigcam.core.manifest import versions, write_text
-from sigcam.data.sample import Samples
-from sigcam.drawing.overlay import grid, overlay, with_boxes
-from sigcam.methods.explainer import explain
+from sigcam.bench.overhead import _PAPERS, _made, _overhead_facts, _overhead_foot, _overhead_published
+from sigcam.bench.paper import Row, published_value, row_name
+from sigcam.bench.plan import Plan
+from sigcam.core.files import write_text_atomic
 from sigcam.methods.explanation import data_uri
-from sigcam.metrics.boxes import scaled_boxes
-from sigcam.models.classifier import load_classifier
-from sigcam.network.dual import DualBranch, attach
-from sigcam.reports.html import Figure, Number, Section, Shot, Table, page
-from sigcam.training.branch import fit
-from sigcam.training.features import Progress
-from sigcam.training.linear_probe import train_probe
+from sigcam.reports.html import Figure, Number, ReportTable, Section, Shot, render_page
 
 _FIDELITY = (
     *("average_drop", "increase_in_confidence", "mean_map"),
@@ -82,11 +67,11 @@ def write_table(plan: Plan, table: str, rows: Sequence[Row]) -> dict[str, Any]:
         **_made(plan),
         "foot": foot(plan, table, rows),
         "rows": [
-            {"row": row_name(row), **row, "published": {c: published(row, table, c) for c in shown}}
+            {"row": row_name(row), **row, "published": {c: published_value(row, table, c) for c in shown}}
             for row in rows
         ],
     }
-    write_text(plan.output / f"{table}.json", json.dumps(held, indent=1) + "\n")
+    write_text_atomic(plan.output / f"{table}.json", json.dumps(held, indent=1) + "\n")
     out = io.StringIO()
     keys = ["dataset", "backbone", "classifier", "method", "row", "branch", "clamp", "zoom", "images"]
     pairs = [("delta", " from softmax signed"), ("beside", " from softmax clamped")]
@@ -100,21 +85,9 @@ def write_table(plan: Plan, table: str, rows: Sequence[Row]) -> dict[str, Any]:
             line += [end for name, _ in pairs for end in row[name].get(c, (None, None, None))]
             line.append(row["published"][c])
         writer.writerow(line)
-    write_text(plan.output / f"{table}.csv", out.getvalue())
-    write_text(plan.output / f"{table}.md", markdown(table, held))
+    write_text_atomic(plan.output / f"{table}.csv", out.getvalue())
+    write_text_atomic(plan.output / f"{table}.md", markdown(table, held))
     return held
-
-
-def _made(plan: Plan) -> dict[str, Any]:
-    """How and when a table was made."""
-    return {
-        "command": " ".join(["sigcam", *sys.argv[1:]]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "seed": plan.seed,
-        "device": torch.device(plan.device).type,
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
-    }
 
 
 def foot(plan: Plan, table: str, rows: Sequence[Row]) -> str:
@@ -201,8 +174,10 @@ def html(tables: Sequence[dict[str, Any]], overheads: dict[str, Any] | None, fig
             Section(
                 "Overhead of the branch",
                 [
-                    Table(("what", "number"), [(name, [text]) for name, text in _overhead_facts(overheads)]),
-                    Table(_PAPERS, [(name, pairs) for name, pairs in _overhead_published()]),
+                    ReportTable(
+                        ("what", "number"), [(name, [text]) for name, text in _overhead_facts(overheads)]
+                    ),
+                    ReportTable(_PAPERS, [(name, pairs) for name, pairs in _overhead_published()]),
                 ],
                 foot=_overhead_foot(overheads),
                 command=f"{overheads['command']}, {overheads['date']}",
@@ -216,15 +191,15 @@ def html(tables: Sequence[dict[str, Any]], overheads: dict[str, Any] | None, fig
             Figure(Shot(data_uri(Image.open(path)), f"{path.stem}: maps side by side")) for path in figures
         ]
         sections.append(Section("Figures", shots, intro=told))
-    return page(
+    return render_page(
         "sigcam bench", sections, lead="The paper's tables on these data, with controls and intervals."
     )
 
 
-def _report_table(table: str, name: str, rows: Sequence[Row]) -> Table:
+def _report_table(table: str, name: str, rows: Sequence[Row]) -> ReportTable:
     columns = columns_of(table, rows)
     header = ("map from", *(column.replace("_", " ") for column in columns))
-    return Table(header, [(row["row"], [_number(row, c) for c in columns]) for row in rows], title=name)
+    return ReportTable(header, [(row["row"], [_number(row, c) for c in columns]) for row in rows], title=name)
 
 
 def _number(row: Row, column: str) -> Number | None:
@@ -245,146 +220,5 @@ def _number(row: Row, column: str) -> Number | None:
 
 # --------------------------------------------------------------------------------------------- overhead
 
-_REPEATS = 21
-_PUBLISHED = ("hours", "ms per image", "million parameters")
-_PAPERS = ("the paper's, without / with the branch", *_PUBLISHED)
-
-
-def overhead(plan: Plan, progress: Progress) -> dict[str, Any]:
-    """Parameters, seconds per image and training time, without and with the branch, in turns."""
-    dataset = there(plan, FINE)[0]
-    net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
-    images = torch.randn(8, *net.input_shape, generator=torch.Generator().manual_seed(0)).to(net.device)
-    own = sum(p.numel() for p in net.model.parameters())
-    branch = sum(p.numel() for p in net.parameters())
-    calls: dict[str, Any] = {
-        "classifier alone": lambda: net.model(images),
-        "both branches": lambda: net(images),
-        "Grad-CAM, softmax head": lambda: explain(net, images, "grad-cam", branch="softmax"),
-        "Grad-CAM, sigmoid branch": lambda: explain(net, images, "grad-cam"),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    with torch.no_grad():
-        for repeat in range(_REPEATS + 1):
-            for name, call in calls.items():
-                began = time.perf_counter()
-                call()
-                torch.zeros(1, device=net.device).item()  # waits for all that a device was given before
-                if repeat:
-                    seconds[name].append(time.perf_counter() - began)
-            progress("overhead", repeat + 1, _REPEATS + 1)
-    held = {
-        "table": "overhead",
-        **_made(plan),
-        "backbone": plan.backbone,
-        "dataset": dataset,
-        "parameters": {"classifier": own, "branch": branch},
-        "ms_per_image": {name: 1000 * median(each) / len(images) for name, each in seconds.items()},
-        "training": _training(plan, dataset, progress),
-        "published": {name: dict(zip(_PUBLISHED, pairs, strict=True)) for name, pairs in OVERHEAD.items()},
-    }
-    write_text(plan.output / "overhead.json", json.dumps(held, indent=1) + "\n")
-    write_text(plan.output / "overhead.md", "\n".join(_overhead_lines(held)) + "\n")
-    return held
-
-
-def _training(plan: Plan, dataset: str, progress: Progress) -> dict[str, float]:
-    """Seconds to train a linear probe and, beside it, the branch, each from pictures; and the part of the
-    latter that is not the backbone's."""
-    train = plan.samples(dataset, "train", 512)
-    classifier = load_classifier(plan.backbone, num_classes=len(train.classes), device=plan.device)
-    began = time.perf_counter()
-    train_probe(classifier, train, seed=plan.seed, workers=plan.workers, progress=progress)
-    probe = time.perf_counter() - began
-    net = attach(classifier.model)
-    net.transform, net.class_names = classifier.transform, train.classes
-    began = time.perf_counter()
-    result = fit(net, train, FitConfig(seed=plan.seed), progress=progress)
-    both = time.perf_counter() - began
-    return {
-        "images": len(train),
-        "classifier, seconds": probe,
-        "branch, seconds": both,
-        "branch without the backbone's pass, seconds": both - result.seconds["features"],
-    }
-
-
-def _overhead_facts(held: dict[str, Any]) -> list[tuple[str, str]]:
-    found = [(f"parameters, {name}", f"{count:,}") for name, count in held["parameters"].items()]
-    found += [(f"ms per image, {name}", f"{value:.2f}") for name, value in held["ms_per_image"].items()]
-    return found + [(f"training, {name}", f"{value:.4g}") for name, value in held["training"].items()]
-
-
-def _overhead_published() -> list[tuple[str, list[str]]]:
-    return [(name, [f"{a:g} / {b:g}" for a, b in pairs]) for name, pairs in OVERHEAD.items()]
-
-
-def _overhead_foot(held: dict[str, Any]) -> str:
-    said = f"{held['backbone']} on {held['dataset']}, batches of 8, {held['threads']} threads, medians of "
-    return f"{said}{_REPEATS}, in turns."
-
-
-def _overhead_lines(held: dict[str, Any]) -> list[str]:
-    """The measurement as a page; the paper's numbers below it."""
-    lines = ["# Overhead of the branch", "", "| what | number |", "|---|---|"]
-    lines += [f"| {name} | {text} |" for name, text in _overhead_facts(held)]
-    lines += ["", f"| {' | '.join(_PAPERS)} |", "|---|---|---|---|"]
-    lines += [f"| {name} | {' | '.join(pairs)} |" for name, pairs in _overhead_published()]
-    return [*lines, "", _overhead_foot(held), "", f"`{held['command']}`, {held['date']}."]
-
 
 # ---------------------------------------------------------------------------------------------- figures
-
-
-def qualitative(plan: Plan, dataset: str, progress: Progress, rows: int = 6) -> Path:
-    """Maps of some test pictures by each head, predicted box green, ground truth red."""
-    net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
-    samples = plan.samples(dataset, "test", rows)
-    names, method = [*[*ROWS][:2], *[*ROWS][4:]], methods_of(net)[0]
-    names += [] if plan.zoom == 1 else ["sigmoid, clamped, enlarged"]
-    drawn, captions = list[list[Any]](), list[list[str]]()
-    for number, sample in enumerate(samples):
-        picture = sample.open()
-        width, height = net.input_shape[2], net.input_shape[1]
-        truth = []
-        if sample.boxes:
-            boxes = torch.tensor(sample.boxes, dtype=torch.int64)
-            truth = scaled_boxes(boxes, sample.size or picture.size, (width, height)).tolist()
-        squashed = with_boxes(picture.resize((width, height)), truth, "#e53935")
-        line, said = [squashed], ["" if sample.label is None else samples.classes[sample.label]]
-        for name in names:
-            branch, clamp = ROWS.get(name, ("sigmoid", True))
-            zoom = plan.zoom if name not in ROWS else 1.0
-            ex = explain(net, [picture], method, branch=branch, clamp=clamp, zoom=zoom)  # type: ignore[arg-type]
-            shown = with_boxes(overlay(picture, ex.maps[0]), truth, "#e53935")
-            line.append(with_boxes(shown, ex.boxes(0.2)[0].tolist()))
-            kind, score = (
-                ("probability", ex.probability) if branch == "softmax" else ("evidence", ex.evidence)
-            )
-            said.append(f"{ex.name(int(ex.classes[0]))}\n{kind} {float(score[0]):.3f}")
-        drawn.append(line)
-        captions.append(said)
-        progress("figures", number + 1, len(samples))
-    heads = (
-        "ground truth",
-        *(name.replace(" (the paper's", "\n(the paper's").replace(", ", ",\n", 1) for name in names),
-    )
-    path = plan.output / "figures" / f"maps-{dataset}.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    grid(drawn, columns=heads, captions=captions).save(path)
-    return path
-
-
-def distortions(plan: Plan, net: DualBranch, dataset: str) -> Path | None:
-    """How far the softmax head's map moves while its probabilities stand still, on one picture."""
-    from sigcam.cli.demo import distortions_figure
-
-    found = plan.samples(dataset, "test", 64)
-    usable = (sample for sample in found if sample.open_mask is not None and sample.label is not None)
-    samples = Samples(tuple(usable), found.classes)
-    if not net.linear or not samples:
-        return None
-    path = plan.output / "figures" / f"distortions-{dataset}.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    distortions_figure(net, samples).save(path)
-    return path

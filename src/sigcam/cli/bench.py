@@ -13,16 +13,20 @@ from typing import Any
 import torch
 import typer
 
+from sigcam.bench.figures import distortions, qualitative
 from sigcam.bench.networks import network
-from sigcam.bench.plan import ALL, DATASETS, FINE, MASKED, TABLES, Plan, there
-from sigcam.bench.render import distortions, html, overhead, qualitative, write_table
+from sigcam.bench.overhead import overhead
+from sigcam.bench.plan import DATASETS, FINE, MASKED_DATASETS, Plan, there
+from sigcam.bench.render import html, write_table
+from sigcam.bench.tables import ALL, TABLES
 from sigcam.cli.console import progress_bar
 from sigcam.core.config import FitConfig
-from sigcam.core.distributed import rank, together, world
+from sigcam.core.distributed import process_group, rank, world_size
 from sigcam.core.errors import DataError, SigcamError
-from sigcam.core.manifest import try_folder, write_manifest, write_text
-from sigcam.network.opening import usable_device
-from sigcam.reports.html import need_report
+from sigcam.core.files import check_writable, write_text_atomic
+from sigcam.core.manifest import write_manifest
+from sigcam.network.opening import check_device
+from sigcam.reports.html import require_report_extra
 from sigcam.training.features import Progress
 
 TARGETS = (*TABLES, "overhead", "figures", "all")
@@ -34,7 +38,7 @@ def run_bench(target: str, plan: Plan, threads: int | None) -> None:
         raise DataError(f"there is no target {target!r}: choose one of {', '.join(TARGETS)}.")
     if target in ("lite2", "stages", "vgg16") and plan.backbone != "embedded":
         raise DataError(f"{target} brings its own classifier: leave --model out.")
-    need_report()
+    require_report_extra()
     if not plan.data.is_dir():
         raise DataError(f"{plan.data} does not exist: give the folder that holds {', '.join(DATASETS)}.")
     there(plan, FINE if target == "overhead" else TABLES[target][1] if target in TABLES else DATASETS)
@@ -47,15 +51,15 @@ def run_bench(target: str, plan: Plan, threads: int | None) -> None:
         try:
             return work()
         except SigcamError as error:
-            if target != "all" or world() > 1:  # the other processes may be elsewhere
+            if target != "all" or world_size() > 1:  # the other processes may be elsewhere
                 raise
             failed.append(f"{name} could not be made: {error}")
 
-    with together(plan.device) as device:
-        plan = replace(plan, device=usable_device(device))
+    with process_group(plan.device) as device:
+        plan = replace(plan, device=check_device(device))
         first = rank() == 0
         if first:
-            try_folder(plan.output)
+            check_writable(plan.output)
         with progress_bar(quiet=not first) as progress:
             for name in ALL if target == "all" else [target] if target in TABLES else ():
                 make, needed = TABLES[name]
@@ -80,7 +84,7 @@ def run_bench(target: str, plan: Plan, threads: int | None) -> None:
 def _figures(plan: Plan, dataset: str, progress: Progress) -> None:
     """What maps look like; where there are masks, what a shift of the head does to them."""
     qualitative(plan, dataset, progress)
-    if dataset in MASKED:
+    if dataset in MASKED_DATASETS:
         distortions(plan, network(plan, dataset, FitConfig(seed=plan.seed), progress), dataset)
 
 
@@ -90,7 +94,7 @@ def _finish(plan: Plan) -> None:
     overheads = _written(plan.output / "overhead.json")
     figures = sorted((plan.output / "figures").glob("*.png"))
     if held or overheads or figures:
-        write_text(plan.output / "index.html", html(held, overheads, figures))
+        write_text_atomic(plan.output / "index.html", html(held, overheads, figures))
         for table in held:
             typer.echo((plan.output / f"{table['table']}.md").read_text())
     about = {"data": str(plan.data), "seed": plan.seed, "backbone": plan.backbone}

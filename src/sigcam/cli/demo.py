@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,22 @@ import torch
 from torch import Tensor
 
 from sigcam.core.config import FitConfig
-from sigcam.core.manifest import data_fingerprint, try_folder, write_manifest, write_text
-from sigcam.data.loader import collect
+from sigcam.core.files import check_writable, write_text_atomic
+from sigcam.core.manifest import write_manifest
+from sigcam.data.fingerprint import data_fingerprint
+from sigcam.data.loader import load_batches
 from sigcam.data.readers.shapes import scenes, shapes
 from sigcam.data.sample import Samples
-from sigcam.drawing.overlay import colours, grid, overlay, with_outline
-from sigcam.methods.explainer import Drawing, explain, explain_passage
-from sigcam.methods.probe import Branch
+from sigcam.methods.explainer import explain_pass
+from sigcam.methods.map_config import MapConfig
+from sigcam.methods.targets import Branch
 from sigcam.metrics.boxes import foreground
 from sigcam.models.classifier import Classifier, load_classifier, save_classifier
-from sigcam.network.dual import DualBranch, attach, fingerprint
-from sigcam.reports.explain_report import demo_page
+from sigcam.models.state_dict import fingerprint
+from sigcam.network.attachment import attach
+from sigcam.network.dual import DualBranch
+from sigcam.reports.demo_report import demo_page
+from sigcam.reports.figures import distortions_figure, maps_figure
 from sigcam.reports.html import can_report
 from sigcam.training.branch import fit
 from sigcam.training.features import Progress
@@ -29,8 +33,7 @@ from sigcam.training.linear_probe import train_probe
 
 SHOWN = 24  # test pictures in the report
 EMPTY = 200  # pictures without a bird, and as many with one
-THRESHOLDS = torch.arange(1, 20) / 20  # 0.05 to 0.95
-BRANCHES: tuple[Branch, Branch] = ("softmax", "sigmoid")
+IOU_THRESHOLDS = torch.arange(1, 20) / 20  # 0.05 to 0.95
 CELLS: tuple[tuple[Branch, bool], ...] = (
     ("softmax", False),
     ("softmax", True),
@@ -50,7 +53,7 @@ def run_demo(
     progress: Progress,
 ) -> dict[str, Any]:
     """Writes figures, report, classifier, branch and manifest.json to the folder; returns the table."""
-    try_folder(output)
+    check_writable(output)
     train, test = shapes(images, split="train", seed=seed), shapes(test_images, split="test", seed=seed)
     validation = shapes(max(64, test_images // 4), split="val", seed=seed)
     classifier = load_classifier("embedded", num_classes=len(train.classes), device=device)
@@ -79,7 +82,7 @@ def run_demo(
                 "branch": branch,
                 "clamp": "positive only" if clamp else "signed",
                 "iou": float(ious[i, chosen[i]]),
-                "threshold": float(THRESHOLDS[chosen[i]]),
+                "threshold": float(IOU_THRESHOLDS[chosen[i]]),
             }
             for i, (branch, clamp) in enumerate(CELLS)
         ],
@@ -103,7 +106,7 @@ def run_demo(
     maps_figure(net, test[:64]).save(figures["maps"])
     distortions_figure(net, test[:64]).save(figures["distortions"])
     if can_report():
-        write_text(output / "report.html", demo_page(table, figures, net, test[:SHOWN]))
+        write_text_atomic(output / "report.html", demo_page(table, figures, net, test[:SHOWN]))
     write_manifest(
         output,
         model="embedded",
@@ -124,7 +127,7 @@ def _predictions(classifier: Classifier, samples: Samples, progress: Progress) -
     """What the bare classifier says, (images,)."""
     found = []
     with torch.no_grad():
-        for batch in collect(samples, classifier.transform, batch_size=8):
+        for batch in load_batches(samples, classifier.transform, batch_size=8):
             device = next(classifier.model.parameters()).device
             found.append(classifier.model(batch.images.to(device)).argmax(1).cpu())
     return torch.cat(found)
@@ -135,7 +138,7 @@ def _top_scores(net: DualBranch, samples: Samples) -> tuple[Tensor, Tensor]:
     assert net.transform is not None
     probability, evidence = list[Tensor](), list[Tensor]()
     with torch.no_grad():
-        for batch in collect(samples, net.transform, batch_size=8):
+        for batch in load_batches(samples, net.transform, batch_size=8):
             seen = net(batch.images.to(net.device))
             probability.append(seen.softmax.softmax(1).amax(1).cpu())
             evidence.append(seen.sigmoid.sigmoid().amax(1).cpu())
@@ -145,16 +148,16 @@ def _top_scores(net: DualBranch, samples: Samples) -> tuple[Tensor, Tensor]:
 def _measure(net: DualBranch, samples: Samples, progress: Progress) -> tuple[Tensor, Tensor, float]:
     """Best threshold index per cell, mean IoU (cells, thresholds), and maps per second of one branch."""
     assert net.transform is not None
-    total, seconds, count = torch.zeros(len(CELLS), len(THRESHOLDS), dtype=torch.float64), 0.0, 0
-    for batch in collect(samples, net.transform, batch_size=8):
+    total, seconds, count = torch.zeros(len(CELLS), len(IOU_THRESHOLDS), dtype=torch.float64), 0.0, 0
+    for batch in load_batches(samples, net.transform, batch_size=8):
         masks = torch.stack([_mask(samples, i) for i in batch.indices])
         began = time.perf_counter()
         passage = net.run(batch.images.to(net.device), grad=True)  # one pass serves every cell of the table
-        explain_passage(net, passage, Drawing())
+        explain_pass(net, passage, MapConfig())
         seconds += time.perf_counter() - began
         for cell, (branch, clamp) in enumerate(CELLS):
-            maps = explain_passage(net, passage, Drawing(branch=branch, clamp=clamp)).maps.cpu()
-            for i, threshold in enumerate(THRESHOLDS.tolist()):
+            maps = explain_pass(net, passage, MapConfig(branch=branch, clamp=clamp)).maps.cpu()
+            for i, threshold in enumerate(IOU_THRESHOLDS.tolist()):
                 above = foreground(maps, threshold)
                 inside = (above & masks).flatten(1).sum(1)
                 total[cell, i] += (inside / (above | masks).flatten(1).sum(1)).sum().double()
@@ -168,86 +171,3 @@ def _mask(samples: Samples, index: int) -> Tensor:
     opened = samples[index].open_mask
     assert opened is not None
     return torch.from_numpy(opened()) == 1
-
-
-def maps_figure(net: DualBranch, samples: Samples, rows: int = 6) -> Any:
-    """Input, ground truth, softmax map and sigmoid map of one well-sized, rightly classified picture per
-    row."""
-    pictures, captions, seen = [], [], set[int]()
-    for sample in samples:
-        if sample.label is None or sample.label in seen or sample.boxes is None or sample.open_mask is None:
-            continue
-        picture = sample.open()
-        softmax, sigmoid = (explain(net, [picture], branch=branch) for branch in BRANCHES)
-        if int(softmax.classes[0]) != sample.label:
-            continue
-        seen.add(sample.label)
-        truth = with_outline(picture, sample.open_mask())
-        pictures.append(
-            [picture, truth, overlay(picture, softmax.maps[0]), overlay(picture, sigmoid.maps[0])]
-        )
-        captions.append(
-            [
-                samples.classes[sample.label],
-                "object mask",
-                f"probability {float(softmax.probability[0]):.3f}",
-                f"evidence {float(sigmoid.evidence[0]):.3f}",
-            ]
-        )
-        if len(pictures) == rows:
-            break
-    return grid(
-        pictures,
-        columns=("input", "ground truth", "Grad-CAM, softmax head", "Grad-CAM, sigmoid branch"),
-        captions=captions,
-    )
-
-
-def distortions_figure(net: DualBranch, samples: Samples) -> Any:
-    """Eq. 8-10 on one picture: the softmax head shifted three ways, its probabilities, and both branches'
-    maps."""
-    right = (s for s in samples if int(explain(net, [s.open()], branch="softmax").classes[0]) == s.label)
-    sample = next(right, samples[0])
-    picture, label = sample.open(), sample.label
-    assert net.transform is not None and sample.open_mask is not None and label is not None
-    image = net.transform(picture)[None].to(net.device).double()
-    double = copy.deepcopy(net).double()
-    layer = double.last_layer("softmax")
-    weight = layer.get_parameter("weight")
-    original = weight.detach().clone()
-    features = double(image).features[0]
-    outside = _outside(torch.from_numpy(sample.open_mask()) == 1, features.shape[-2:])
-    channel = int((features * outside.to(features)).mean((1, 2)).argmax())  # what the background shows most
-    spread = float(original.std())
-    shifts = (
-        ("as trained", 0.0, slice(0, 0)),
-        ("one channel + delta", 25 * spread, slice(channel, channel + 1)),
-        ("every channel - delta", -5 * spread, slice(None)),
-    )
-    rows: list[list[Any]] = [[picture], [picture]]
-    captions: list[list[str]] = [["softmax head"], ["sigmoid branch"]]
-    for _, delta, channels in shifts:
-        with torch.no_grad():
-            weight.copy_(original)
-            weight[:, channels] += delta
-        passage = double.run(image, grad=True)
-        top = passage.softmax.softmax(1)[0].sort(descending=True).values
-        said = (
-            f"probabilities {top[0]:.6f}, {top[1]:.6f}",
-            f"evidence {passage.sigmoid[0, label].sigmoid():.6f}",
-        )
-        for row, branch in enumerate(BRANCHES):
-            ex = explain_passage(double, passage, Drawing(branch=branch))
-            rows[row].append(colours(ex.maps[0]))
-            captions[row].append(said[row] + ("\nblank map" if bool(ex.blank[0]) else ""))
-    return grid(
-        rows,
-        columns=("input", *(f"{name}\ndelta = {delta:+.2f}" for name, delta, _ in shifts)),
-        captions=captions,
-    )
-
-
-def _outside(mask: Tensor, size: torch.Size) -> Tensor:
-    """(P, Q): 1 for cells that hold nothing of the object."""
-    pooled = torch.nn.functional.adaptive_max_pool2d(mask.float()[None, None], (size[0], size[1]))
-    return 1 - pooled[0, 0]

@@ -11,25 +11,28 @@ import torch
 import typer
 
 from sigcam.cli.console import progress_bar, show_skips, show_table
-from sigcam.core.distributed import rank, together
+from sigcam.core.distributed import process_group, rank
 from sigcam.core.errors import DataError
-from sigcam.core.manifest import try_folder, write_manifest, write_text
-from sigcam.data.labels import refuse_shared
+from sigcam.core.files import check_writable, write_text_atomic
+from sigcam.core.manifest import write_manifest
+from sigcam.data.labels import check_disjoint
 from sigcam.data.readers.wsol import wsol
-from sigcam.data.sample import Samples, guess_format, open_dataset
+from sigcam.data.registry import guess_format, open_dataset
+from sigcam.data.sample import Samples
+from sigcam.evaluation.curves import Curves, curves_of
 from sigcam.evaluation.evaluator import evaluate, evaluate_maps
-from sigcam.evaluation.examples import Curves, curves_of, look
+from sigcam.evaluation.examples import collect_examples
 from sigcam.evaluation.result import Result
-from sigcam.methods.explainer import Drawing
+from sigcam.methods.map_config import MapConfig
 from sigcam.network.dual import DualBranch
 from sigcam.network.opening import attach_to, branch_file, open_branch, open_classifier
-from sigcam.reports.evaluation_report import evaluated_page
-from sigcam.reports.html import need_report
+from sigcam.reports.evaluation_report import evaluation_page
+from sigcam.reports.html import require_report_extra
 from sigcam.training.features import Progress
 
 
 @dataclass(frozen=True)
-class Options:
+class EvaluateOptions:
     """The command's options; lists are comma-separated."""
 
     data: str
@@ -64,13 +67,13 @@ class Measured(NamedTuple):
     samples: Samples
 
 
-def measure_and_report(options: Options, threads: int | None, as_json: bool) -> None:
+def measure_and_report(options: EvaluateOptions, threads: int | None, as_json: bool) -> None:
     """Measures, with the other processes if torchrun started some; the first one writes and prints."""
     if options.report:
-        need_report()
+        require_report_extra()
     if threads:
         torch.set_num_threads(threads)
-    with together(options.device) as device:
+    with process_group(options.device) as device:
         options = replace(options, device=device)
         with progress_bar(quiet=rank() > 0) as progress:
             found = measure(options, progress)
@@ -83,7 +86,7 @@ def measure_and_report(options: Options, threads: int | None, as_json: bool) -> 
             show(found.result, options, as_json)
 
 
-def measure(options: Options, progress: Progress) -> Measured:
+def measure(options: EvaluateOptions, progress: Progress) -> Measured:
     """The result that the options ask for; nothing is written."""
     if options.maps is None:
         return _measure_network(options, progress)
@@ -92,10 +95,10 @@ def measure(options: Options, progress: Progress) -> Measured:
     return _measure_maps(options, options.maps, progress)
 
 
-def write_results(result: Result, options: Options) -> None:
+def write_results(result: Result, options: EvaluateOptions) -> None:
     """Writes results.json and manifest.json."""
     output = options.output
-    write_text(output / "results.json", result.to_json() + "\n")
+    write_text_atomic(output / "results.json", result.to_json() + "\n")
     drawn = (
         {"maps": str(options.maps)} if options.maps else {"model": options.model, "branch": options.branch}
     )
@@ -112,7 +115,7 @@ def write_results(result: Result, options: Options) -> None:
     )
 
 
-def show(result: Result, options: Options, as_json: bool) -> None:
+def show(result: Result, options: EvaluateOptions, as_json: bool) -> None:
     """Prints the table or the JSON."""
     if as_json:
         typer.echo(result.to_json())
@@ -126,19 +129,19 @@ def show(result: Result, options: Options, as_json: bool) -> None:
     typer.echo(f"{written} and manifest.json are in {options.output}")
 
 
-def write_report(found: Measured, curves: Curves, options: Options, progress: Progress) -> None:
+def write_report(found: Measured, curves: Curves, options: EvaluateOptions, progress: Progress) -> None:
     """Writes report.html; of what a network drew, with a look at some images."""
     seen = None
     if found.net is not None:
         how: Any = {"batch_size": options.batch_size, "workers": options.workers, "progress": progress}
-        seen = look(found.net, found.samples, found.result, **how)
+        seen = collect_examples(found.net, found.samples, found.result, **how)
     drawn = ("maps", str(options.maps)) if options.maps else ("model", options.model)
     facts = [drawn, ("data", options.data), ("split", options.split)]
     facts += [("branch", options.branch)] if options.branch else []
-    write_text(options.output / "report.html", evaluated_page(found.result, curves, seen, facts))
+    write_text_atomic(options.output / "report.html", evaluation_page(found.result, curves, seen, facts))
 
 
-def _measure_maps(options: Options, maps: Path, progress: Progress) -> Measured:
+def _measure_maps(options: EvaluateOptions, maps: Path, progress: Progress) -> Measured:
     """The result of a folder of maps; pictures are not needed where metadata gives their sizes."""
     data, split = options.data, options.split
     if (options.format or guess_format(data)) == "wsol":
@@ -148,7 +151,7 @@ def _measure_maps(options: Options, maps: Path, progress: Progress) -> Measured:
     else:
         samples = open_dataset(data, format=options.format, split=split)
     if rank() == 0:
-        try_folder(options.output)
+        check_writable(options.output)
     samples = _first(samples, options.limit)
     result = evaluate_maps(
         maps,
@@ -161,7 +164,7 @@ def _measure_maps(options: Options, maps: Path, progress: Progress) -> Measured:
     return Measured(result, None, samples)
 
 
-def _measure_network(options: Options, progress: Progress) -> Measured:
+def _measure_network(options: EvaluateOptions, progress: Progress) -> Measured:
     """The result of what a network draws: by default from both heads or, without a fitted branch, from the
     softmax head as it is and centred."""
     branch, metrics = options.branch, _words(options.metrics)
@@ -175,7 +178,7 @@ def _measure_network(options: Options, progress: Progress) -> Measured:
     methods = _words(options.method) or ["grad-cam"]
     for method in methods:
         for source in branches:
-            Drawing(method, source).checked()
+            MapConfig(method, source).checked()
     if fitted or branch == "sigmoid" or "sigmoid" in branches:
         branch_file(branch or "sigmoid", shipped)
         if options.head or options.layer:
@@ -188,9 +191,9 @@ def _measure_network(options: Options, progress: Progress) -> Measured:
     if options.val_split:
         held = open_dataset(options.data, format=options.format, split=options.val_split)
         why = f"are in split {options.split} too: thresholds must come from other images than those measured."
-        refuse_shared(held, samples, why)
+        check_disjoint(held, samples, why)
     if rank() == 0:
-        try_folder(options.output)
+        check_writable(options.output)
     classifier = open_classifier(options.model, options.weights, False, options.device)
     net = (
         open_branch(branch or "sigmoid", classifier)

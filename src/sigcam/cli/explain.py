@@ -16,12 +16,17 @@ from PIL import Image
 
 from sigcam.cli.console import progress_bar, show_maps, show_skips
 from sigcam.core.errors import DataError
-from sigcam.core.manifest import data_fingerprint, try_folder, write_manifest, write_text
-from sigcam.data.readers.folder import pictures as open_pictures
-from sigcam.data.sample import Sample, Samples, open_dataset
-from sigcam.methods.explainer import Drawing, explain
+from sigcam.core.files import check_writable, write_text_atomic
+from sigcam.core.manifest import write_manifest
+from sigcam.data.fingerprint import data_fingerprint
+from sigcam.data.images import images_from_paths as open_pictures
+from sigcam.data.registry import open_dataset
+from sigcam.data.sample import Sample, Samples
+from sigcam.methods.explainer import explain
 from sigcam.methods.explanation import Explanation
-from sigcam.network.dual import DualBranch, fingerprint
+from sigcam.methods.map_config import MapConfig
+from sigcam.models.state_dict import fingerprint
+from sigcam.network.dual import DualBranch
 from sigcam.network.opening import (
     attach_to,
     branch_file,
@@ -30,17 +35,17 @@ from sigcam.network.opening import (
     open_branch,
     open_classifier,
 )
-from sigcam.reports.explain_report import explained_page
-from sigcam.reports.html import need_report
+from sigcam.reports.explain_report import explain_page
+from sigcam.reports.html import require_report_extra
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Options:
+class ExplainOptions:
     """The command's options."""
 
-    pictures: Sequence[Path]
+    images_from_paths: Sequence[Path]
     data: str
     format: str | None
     model: str
@@ -68,22 +73,22 @@ class Options:
     report: bool
 
 
-def draw_pictures(options: Options, as_json: bool) -> None:
+def draw_pictures(options: ExplainOptions, as_json: bool) -> None:
     """Writes overlay, map and scores of every picture that can be read; prints the scores."""
     o: Any = options
     if o.report:
-        need_report()
+        require_report_extra()
     if not o.pictures and not o.data:
         raise DataError("no pictures: give image files or a folder, e.g. `sigcam explain photo.jpg`.")
     fitted = o.branch not in ("softmax", "centred")
     source: Any = "sigmoid" if fitted else o.branch
-    Drawing(o.method, source, o.clamp, o.target, o.scale, top_n=o.top_n).checked()
+    MapConfig(o.method, source, o.clamp, o.target, o.scale, top_n=o.top_n).checked()
     samples = open_pictures(o.pictures) if o.pictures else open_dataset(o.data, format=o.format, split="test")
     if fitted:
         branch_file(o.branch, "embedded" if o.model == "embedded" and o.weights is None else "")
         if o.head or o.layer:
             raise DataError("--head and --layer are part of a fitted branch: leave them out, or refit.")
-    try_folder(o.output)
+    check_writable(o.output)
     classifier = open_classifier(o.model, o.weights, o.crop, o.device)
     net = open_branch(o.branch, classifier) if fitted else attach_to(classifier, o.head, o.layer)
     journal = Journal.open(o.output, net, samples, options)
@@ -93,9 +98,9 @@ def draw_pictures(options: Options, as_json: bool) -> None:
         with suppress(OSError):  # others' files are in it
             o.output.rmdir()
         raise DataError(f"none of the {len(samples)} pictures could be read; the first: {skipped[0][1]}")
-    write_text(o.output / "explanation.json", json.dumps(rows, indent=1))
+    write_text_atomic(o.output / "explanation.json", json.dumps(rows, indent=1))
     if o.report:
-        write_text(o.output / "report.html", _report(net, samples, options, source, rows, skipped))
+        write_text_atomic(o.output / "report.html", _report(net, samples, options, source, rows, skipped))
     write_manifest(
         o.output,
         model=classifier.name,
@@ -119,7 +124,7 @@ def draw_pictures(options: Options, as_json: bool) -> None:
 def _report(
     net: DualBranch,
     samples: Samples,
-    options: Options,
+    options: ExplainOptions,
     branch: Any,
     rows: Sequence[Row],
     skipped: Sequence[tuple[str, str]],
@@ -128,18 +133,18 @@ def _report(
     names = zip(samples, file_names(samples), strict=True)
     maps = {sample.id: options.output / f"{name}.npy" for sample, name in names}
 
-    def redraw(pictures: list[Image.Image], classes: list[int]) -> Explanation:
-        return _explained(net, pictures, options, "softmax", classes, None)
+    def redraw(images_from_paths: list[Image.Image], classes: list[int]) -> Explanation:
+        return _explained(net, images_from_paths, options, "softmax", classes, None)
 
     with progress_bar() as progress:
         other = redraw if branch == "sigmoid" else None
-        return explained_page(rows, maps, samples, net, redraw=other, skipped=skipped, progress=progress)
+        return explain_page(rows, maps, samples, net, redraw=other, skipped=skipped, progress=progress)
 
 
 def _explained(
     net: DualBranch,
-    pictures: list[Image.Image],
-    options: Options,
+    images_from_paths: list[Image.Image],
+    options: ExplainOptions,
     branch: Any,
     classes: Any,
     clamp: bool | None,
@@ -148,7 +153,7 @@ def _explained(
     o: Any = options
     return explain(
         net,
-        pictures,
+        images_from_paths,
         o.method,
         branch=branch,
         clamp=clamp,
@@ -171,7 +176,7 @@ class Journal:
     done: dict[str, Row]
 
     @staticmethod
-    def open(output: Path, net: DualBranch, samples: Samples, options: Options) -> Journal:
+    def open(output: Path, net: DualBranch, samples: Samples, options: ExplainOptions) -> Journal:
         """What an interrupted run of the very same command left; else an empty one."""
         asked = asdict(options) | {"batch_size": 0, "workers": 0, "device": "", "report": False}
         facts = (asked, fingerprint(net.origin), fingerprint(net.sigmoid), data_fingerprint(samples))
@@ -196,7 +201,7 @@ class Journal:
 
 
 def _drawn(
-    net: DualBranch, samples: Samples, options: Options, branch: Any, journal: Journal
+    net: DualBranch, samples: Samples, options: ExplainOptions, branch: Any, journal: Journal
 ) -> tuple[list[Row], list[tuple[str, str]]]:
     """Rows of all pictures in their order, and (id, reason) of those that cannot be read."""
     o: Any = options

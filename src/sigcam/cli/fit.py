@@ -13,11 +13,13 @@ import typer
 
 from sigcam.cli.console import progress_bar, show_report
 from sigcam.core.config import FitConfig
-from sigcam.core.distributed import rank, together, world
+from sigcam.core.distributed import process_group, rank, world_size
 from sigcam.core.errors import DataError
-from sigcam.core.manifest import data_fingerprint, try_folder, write_manifest, write_text
+from sigcam.core.files import check_writable, write_text_atomic
+from sigcam.core.manifest import write_manifest
+from sigcam.data.fingerprint import data_fingerprint
 from sigcam.data.labels import match_classes
-from sigcam.network.dual import fingerprint
+from sigcam.models.state_dict import fingerprint
 from sigcam.network.opening import attach_to, open_classifier, open_training_data
 from sigcam.training.branch import FitResult, check_config, fit
 from sigcam.training.feature_cache import default_folder
@@ -25,7 +27,7 @@ from sigcam.training.features import Features
 
 
 @dataclass(frozen=True)
-class Options:
+class FitOptions:
     """The command's options besides the recipe's."""
 
     data: str
@@ -44,14 +46,14 @@ class Options:
     crop: bool
 
 
-def make_branch(options: Options, config: FitConfig, as_json: bool) -> None:
+def make_branch(options: FitOptions, config: FitConfig, as_json: bool) -> None:
     """Fits the branch, with the other processes if torchrun started some; the first one writes and prints."""
     if bool(options.data) == bool(options.features):
         raise DataError("give the images to fit on (--data), or their features (--features): one of them.")
     check_config(config, linear=None, negatives=bool(options.negatives))
     if options.threads:
         torch.set_num_threads(options.threads)
-    with together(options.device) as device:
+    with process_group(options.device) as device:
         if options.features:
             data: Any = read_features(options.features)
             known = {"features": str(options.features)}
@@ -59,7 +61,7 @@ def make_branch(options: Options, config: FitConfig, as_json: bool) -> None:
             data = open_training_data(options.data, options.format)
             known = {"data": options.data}
         if rank() == 0:
-            try_folder(options.output)
+            check_writable(options.output)
         classifier = open_classifier(options.model, options.weights, options.crop, device)
         net = attach_to(classifier, options.head, options.layer)
         if not options.features:
@@ -74,8 +76,8 @@ def make_branch(options: Options, config: FitConfig, as_json: bool) -> None:
         path = options.output / "branch.safetensors"
         net.save(path)
         names = net.class_names or tuple(f"class {k}" for k in range(max(net.classes, 2)))
-        write_text(options.output / "fit.json", json.dumps(details(result, names), indent=1) + "\n")
-        facts = summary(result) | {"processes": world(), "threads": torch.get_num_threads()}
+        write_text_atomic(options.output / "fit.json", json.dumps(details(result, names), indent=1) + "\n")
+        facts = summary(result) | {"processes": world_size(), "threads": torch.get_num_threads()}
         facts |= {"branch": str(path)}
         write_manifest(
             options.output,

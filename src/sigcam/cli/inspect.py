@@ -16,15 +16,18 @@ from PIL import Image
 from torch import Tensor
 
 from sigcam.core.errors import DataError
-from sigcam.core.manifest import data_fingerprint, try_folder, write_manifest
-from sigcam.data.loader import collect
-from sigcam.data.sample import Sample, Samples, guess_format, open_dataset
+from sigcam.core.files import check_writable, write_atomic
+from sigcam.core.manifest import write_manifest
+from sigcam.data.fingerprint import data_fingerprint
+from sigcam.data.loader import load_batches
+from sigcam.data.registry import guess_format, open_dataset
+from sigcam.data.sample import Sample, Samples
 from sigcam.drawing.contact_sheet import contact_sheet
-from sigcam.methods.explainer import Drawing, explain_passage
-from sigcam.methods.formulas import METHODS
-from sigcam.methods.rollout import attention_rollout
+from sigcam.methods.explainer import explain_pass
+from sigcam.methods.map_config import MapConfig
+from sigcam.methods.registry import METHODS
+from sigcam.methods.rollout import rollout_maps
 from sigcam.models.classifier import Classifier
-from sigcam.models.state_dict import write_whole
 from sigcam.network.dual import DualBranch
 
 COMPARED = ("cam", "grad-cam", "grad-cam++", "xgrad-cam", "layer-cam", "hires-cam", "ablation-cam")
@@ -74,7 +77,7 @@ def inspect_data(
         output: a folder for contact-sheet.png, with some of the pictures and their boxes and masks.
     """
     if output is not None:
-        try_folder(output)
+        check_writable(output)
     name = guess_format(path) if format is None else format
     splits = {split: open_dataset(path, format=name, split=split)} if split else open_splits(path, name)
     damaged = {title: unreadable(samples, title, workers, progress) for title, samples in splits.items()}
@@ -97,7 +100,7 @@ def inspect_data(
         title = f"{Path(path).absolute().name if name != 'shapes' else path}: some of {len(items)} pictures"
         contact_sheet(everything, seed=seed, title=title).save(picture, "PNG")
         output.mkdir(parents=True, exist_ok=True)
-        write_whole(output / SHEET, picture.getvalue())
+        write_atomic(output / SHEET, picture.getvalue())
         facts["contact sheet"] = str(output / SHEET)
         prints = {title: data_fingerprint(samples) for title, samples in splits.items()}
         write_manifest(output, data=path, data_fingerprint=prints, seed=seed, numbers=facts)
@@ -150,7 +153,7 @@ def unreadable(
         replace(sample, open=partial(_open_all, sample)) for sample in samples if sample.path is not None
     )
     broken, done = list[tuple[str, str]](), 0
-    for batch in collect(Samples(files, samples.classes), _nothing, batch_size=32, workers=workers):
+    for batch in load_batches(Samples(files, samples.classes), _nothing, batch_size=32, workers=workers):
         broken += batch.skipped
         done += len(batch.indices) + len(batch.skipped)
         if progress:
@@ -172,7 +175,7 @@ def usable_methods(net: DualBranch) -> list[str]:
     """The methods that this network takes: `cam` reads a linear head, the rollout a plain ViT's attention."""
     without = set() if net.linear else {"cam"}
     try:
-        attention_rollout(net, random_images(net))
+        rollout_maps(net, random_images(net))
     except DataError:
         without.add("attention-rollout")
     return [name for name in METHODS if name not in without]
@@ -193,8 +196,8 @@ def coinciding(net: DualBranch) -> dict[str, list[list[str]]]:
     for how, clamp in (("signed weights", False), ("positive weights only", True)):
         groups = list[tuple[Tensor, list[str]]]()
         for name in tried:
-            drawing = Drawing(name, "softmax", clamp, scale="raw")
-            low = explain_passage(net, passage, drawing, classes=0, size="features").maps
+            drawing = MapConfig(name, "softmax", clamp, scale="raw")
+            low = explain_pass(net, passage, drawing, classes=0, size="features").maps
             low = low / low.abs().amax((1, 2), keepdim=True).clamp(min=1e-30)
             alike = (names for maps, names in groups if bool(((maps - low).abs() <= ALIKE).all()))
             names = next(alike, None) if bool(low.any()) else None  # two blank maps are no finding

@@ -12,12 +12,15 @@ import torch
 from sigcam.cli.console import progress_bar, show_report
 from sigcam.core.config import TrainConfig
 from sigcam.core.errors import DataError
-from sigcam.core.manifest import data_fingerprint, try_folder, write_manifest
-from sigcam.data.sample import Samples, guess_format, open_dataset
+from sigcam.core.files import check_writable
+from sigcam.core.manifest import write_manifest
+from sigcam.data.fingerprint import data_fingerprint
+from sigcam.data.registry import guess_format, open_dataset
+from sigcam.data.sample import Samples
 from sigcam.models.classifier import Classifier, save_classifier
-from sigcam.network.dual import fingerprint
+from sigcam.models.state_dict import fingerprint
 from sigcam.network.opening import open_classifier, open_training_data
-from sigcam.training.classifier import TrainResult, checked, train_classifier
+from sigcam.training.classifier import TrainResult, check_train_config, train_classifier
 from sigcam.training.linear_probe import train_probe
 
 PROBE_EPOCHS = 30
@@ -25,7 +28,7 @@ OF_PROBES = ("epochs", "lr", "batch_size", "workers", "seed", "pretrained")
 
 
 @dataclass(frozen=True)
-class Options:
+class TrainOptions:
     """The command's options besides the recipe's."""
 
     data: str
@@ -39,15 +42,15 @@ class Options:
     crop: bool
 
 
-def make_classifier(options: Options, config: TrainConfig, as_json: bool) -> None:
+def make_classifier(options: TrainOptions, config: TrainConfig, as_json: bool) -> None:
     """Trains, writes classifier.safetensors and manifest.json, and prints."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise DataError("a classifier is trained in one process: start it without torchrun.")
-    config = _for_probe(checked(config)) if options.probe else checked(config)
+    config = _for_probe(check_train_config(config)) if options.probe else check_train_config(config)
     if options.threads:
         torch.set_num_threads(options.threads)
     samples = open_training_data(options.data, options.format)
-    try_folder(options.output)
+    check_writable(options.output)
     torch.manual_seed(config.seed)  # of a new head
     count = len(samples.classes)
     classifier = open_classifier(
@@ -142,7 +145,7 @@ def _facts(result: TrainResult, val: Samples | None) -> dict[str, Any]:
 
 
 def _write_about(
-    options: Options,
+    options: TrainOptions,
     config: TrainConfig,
     samples: Samples,
     facts: dict[str, Any],

@@ -21,7 +21,7 @@ PATIENCE = timedelta(hours=2)  # how long a rank may be ahead of another: a slic
 
 
 @contextmanager
-def together(device: str = "cpu") -> Iterator[str]:
+def process_group(device: str = "cpu") -> Iterator[str]:
     """Joins the processes that torchrun started, if it did; the device that is this one's, `cuda` to
     `cuda:1`."""
     if "LOCAL_RANK" not in os.environ or dist.is_initialized():
@@ -42,7 +42,7 @@ def together(device: str = "cpu") -> Iterator[str]:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def single_process() -> Iterator[None]:
     """As if this process were the only one: what is summed in there is summed in the order of one."""
     token = _ALONE.set(True)
     try:
@@ -56,42 +56,42 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() and not _ALONE.get() else 0
 
 
-def world() -> int:
+def world_size() -> int:
     """How many processes there are."""
     return dist.get_world_size() if dist.is_initialized() and not _ALONE.get() else 1
 
 
-def mine(batches: int) -> range:
+def local_batches(batches: int) -> range:
     """Which of a number of batches are this process's: every n-th, so that each is worked on exactly once."""
-    return range(rank(), batches, world())
+    return range(rank(), batches, world_size())
 
 
-def summed(tensor: Tensor) -> Tensor:
+def all_reduce_sum(tensor: Tensor) -> Tensor:
     """The sum over all processes, to each of them."""
-    if world() > 1:
+    if world_size() > 1:
         tensor = tensor.contiguous()
         dist.all_reduce(tensor)
     return tensor
 
 
-def from_first(tensor: Tensor) -> Tensor:
+def broadcast_first(tensor: Tensor) -> Tensor:
     """The first process's tensor, to each of them."""
-    if world() > 1:
+    if world_size() > 1:
         tensor = tensor.contiguous()
         dist.broadcast(tensor, 0)
     return tensor
 
 
-def gathered(value: T) -> list[T]:
+def all_gather(value: T) -> list[T]:
     """Each process's value, in the order of ranks."""
-    if world() == 1:
+    if world_size() == 1:
         return [value]
-    values: list[T | None] = [None] * world()
+    values: list[T | None] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values  # type: ignore[return-value]
 
 
-def wait() -> None:
+def barrier() -> None:
     """Until all processes are here."""
-    if world() > 1:
+    if world_size() > 1:
         dist.barrier()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from sigcam.core.errors import DataError
-from sigcam.data.sample import Sample, Samples, Size
+from sigcam.data.sample import ImageSize, Sample, Samples
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -33,10 +33,10 @@ class Batch:
     labels: Tensor | None
     indices: list[int]
     skipped: list[tuple[str, str]]
-    sizes: list[Size]
+    sizes: list[ImageSize]
 
 
-def collect(
+def load_batches(
     samples: Samples,
     transform: Callable[[Image.Image], Tensor],
     *,
@@ -64,7 +64,9 @@ def collect(
     yield from loader
 
 
-_Reading = tuple[int, Sample, Tensor | str, Size]  # index, sample, its tensor or why there is none, its size
+_Reading = tuple[
+    int, Sample, Tensor | str, ImageSize
+]  # index, sample, its tensor or why there is none, its size
 
 
 class _Readings(Dataset[_Reading]):

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
-from sigcam.core.distributed import rank, world
-from sigcam.core.manifest import data_fingerprint, files_fingerprint, versions
+from sigcam.core.distributed import rank, world_size
+from sigcam.core.manifest import versions
+from sigcam.data.fingerprint import data_fingerprint, files_fingerprint
 from sigcam.data.sample import Samples
 from sigcam.metrics.base import ImageMetric
-from sigcam.network.dual import DualBranch, fingerprint
+from sigcam.models.state_dict import fingerprint
+from sigcam.network.dual import DualBranch
 
 EVERY = 15.0  # seconds of work that a kill costs at most, beside the batch in flight
 Skips = list[tuple[str, str]]
@@ -35,7 +37,7 @@ def circumstances(samples: Samples, transform: Any, device: torch.device) -> lis
     return [*images, device.type, torch.get_num_threads(), versions()]
 
 
-class Standing:
+class EvalCheckpoint:
     """Sums so far and how many images they are of, in a file that is written whole now and then.
 
     Args:
@@ -44,7 +46,7 @@ class Standing:
     """
 
     def __init__(self, path: Path | None, about: Any) -> None:
-        text = json.dumps([about, world()], sort_keys=True, default=str)
+        text = json.dumps([about, world_size()], sort_keys=True, default=str)
         self._about = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         self._path = path and path.with_name(f"{path.name}.{rank()}")
         self._written = time.monotonic()

@@ -2,96 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sigcam.core.errors import DataError
 from sigcam.data.labels import match_classes
-from sigcam.data.loader import collect
+from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples
-from sigcam.evaluation.evaluator import Cell
+from sigcam.evaluation.batch import Variant
 from sigcam.evaluation.registry import boxes_for
-from sigcam.evaluation.result import FIXED, Key, Result, cell_words
-from sigcam.methods.explainer import explain_passage
+from sigcam.evaluation.result import FIXED, Result
+from sigcam.methods.explainer import explain_pass
 from sigcam.methods.explanation import Explanation
 from sigcam.methods.inputs import Scores
-from sigcam.metrics.base import ImageMetric
-from sigcam.metrics.bootstrap import Interval, paired
 from sigcam.metrics.boxes import best_ious
-from sigcam.metrics.localization import MaxBoxAcc, MaxBoxAccV2, PxAP
 from sigcam.network.dual import DualBranch
-from sigcam.reports.explain_report import disagree
 from sigcam.training.features import Progress
 
 LOOKED_AT = 200  # images
-
-
-@dataclass(frozen=True)
-class Curves:
-    """What the sums of an evaluation tell beyond its numbers, over all processes.
-
-    Args:
-        boxes: of each cell, percent of images found at IoU 0.3, 0.5, 0.7 and every threshold, (3, T).
-        pixels: of each cell, recall and precision in percent from the highest threshold down, (2, T).
-        differences: of each (key, name of the number, origin of its threshold), from the softmax head's
-            signed maps by the same method.
-    """
-
-    boxes: Mapping[str, Tensor]
-    pixels: Mapping[str, Tensor]
-    differences: Mapping[tuple[Key, str, str | None], Interval]
-
-
-def curves_of(result: Result) -> Curves:
-    """The curves of a result; every process must ask, since they add up what each has counted."""
-    boxes, pixels = dict[str, Tensor](), dict[str, Tensor]()
-    differences = dict[tuple[Key, str, str | None], Interval]()
-    for key, metric in result.metrics.items():
-        name = cell_name(key)
-        if isinstance(metric, MaxBoxAccV2 | PxAP):
-            with metric.sync_context(dist_sync_fn=metric.dist_sync_fn):
-                counts, images = metric.counts.cpu().double(), metric.images.cpu()
-            if isinstance(metric, MaxBoxAccV2):
-                boxes[name] = 100 * counts / images
-            else:
-                false, true = counts.flip(-1).cumsum(-1)
-                pixels[name] = 100 * torch.stack([true / true[-1], true / (true + false).clamp(min=1)])
-        base = result.metrics.get((key[0], "softmax", False, key[3]))
-        if base is not None and base is not metric and metric.intervals:
-            differences |= _differences(key, metric, base)
-    return Curves(boxes, pixels, differences)
-
-
-def _differences(
-    key: Key, metric: ImageMetric, base: ImageMetric
-) -> dict[tuple[Key, str, str | None], Interval]:
-    """The metric less the base on the same images, each by its name and where its threshold is from."""
-    boxed = isinstance(metric, MaxBoxAcc | MaxBoxAccV2)
-    pairs: dict[str | None, Any] = {"oracle" if boxed else None: (metric, base)}
-    if isinstance(metric, MaxBoxAcc | MaxBoxAccV2) and isinstance(base, MaxBoxAcc | MaxBoxAccV2):
-        pairs["fixed"] = (metric.at(FIXED), base.at(FIXED))
-    found = dict[tuple[Key, str, str | None], Interval]()
-    for origin, pair in pairs.items():
-        apart = paired(*pair)
-        named = apart if isinstance(apart, dict) else {key[3].partition(":")[0]: apart}
-        found |= {(key, name, origin): each for name, each in named.items()}
-    return found
-
-
-def cell_name(key: Sequence[Any]) -> str:
-    """Method, branch and clamp in words."""
-    return " ".join(cell_words(dict(zip(("method", "branch", "clamp"), key[:3], strict=True))))
 
 
 # ------------------------------------------------------------------------------------- a look at some images
 
 
 @dataclass(frozen=True)
-class Glance:
+class Example:
     """What is kept of one image: small, so that many can be.
 
     Args:
@@ -111,18 +49,18 @@ class Glance:
 
 
 @dataclass(frozen=True)
-class Look:
+class Examples:
     """Glances at up to `LOOKED_AT` images of the samples, and the cells whose maps were looked at."""
 
     net: DualBranch
     samples: Samples
-    cells: tuple[Cell, ...]
+    cells: tuple[Variant, ...]
     labelled: bool
     boxed: bool
-    glances: tuple[Glance, ...] = field(repr=False)
+    glances: tuple[Example, ...] = field(repr=False)
 
 
-def look(
+def collect_examples(
     net: DualBranch,
     samples: Samples,
     result: Result,
@@ -131,7 +69,7 @@ def look(
     workers: int = 0,
     seed: int = 0,
     progress: Progress,
-) -> Look:
+) -> Examples:
     """Draws maps of some images again, by the first method that was evaluated, and keeps a few numbers: of
     the labels' classes where boxes are to be met, else of the predicted ones, as `evaluate` does."""
     assert net.transform is not None
@@ -141,8 +79,8 @@ def look(
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(samples), generator=generator)[:LOOKED_AT].sort().values.tolist()
     some = Samples(tuple(samples[i] for i in chosen), samples.classes)
-    glances = list[Glance]()
-    for batch in collect(some, net.transform, batch_size=batch_size, workers=workers):
+    glances = list[Example]()
+    for batch in load_batches(some, net.transform, batch_size=batch_size, workers=workers):
         drawn = drawn_by(net, batch.images, cells, batch.labels if labelled and boxed else None)
         first = drawn[0]
         maps = [ex.maps.cpu() for ex in drawn]
@@ -165,7 +103,7 @@ def look(
         for i, index in enumerate(batch.indices):
             apart = None if pair is None else disagree(maps[pair[0]][i], maps[pair[1]][i])
             glances.append(
-                Glance(
+                Example(
                     chosen[index],
                     int(predicted[i]),
                     float(first.top_probability[i, 0]),
@@ -176,7 +114,7 @@ def look(
                 )
             )
         progress("report", len(glances), len(some))
-    return Look(net, samples, cells, labelled, boxed, tuple(glances))
+    return Examples(net, samples, cells, labelled, boxed, tuple(glances))
 
 
 def _labelled(samples: Samples, net: DualBranch) -> tuple[Samples, bool]:
@@ -189,27 +127,27 @@ def _labelled(samples: Samples, net: DualBranch) -> tuple[Samples, bool]:
         return samples, False
 
 
-def _cells_of(result: Result) -> tuple[Cell, ...]:
+def _cells_of(result: Result) -> tuple[Variant, ...]:
     """The cells of the first method that was evaluated, a row of the table each; if none, the plainest."""
     keys = [(r["method"], r["branch"], r["clamp"]) for r in result.rows if r["method"] is not None]
     keys = keys or [("grad-cam", "softmax", False)]
-    return tuple(Cell(*key) for key in dict.fromkeys(keys) if key[0] == keys[0][0])
+    return tuple(Variant(*key) for key in dict.fromkeys(keys) if key[0] == keys[0][0])
 
 
-def pair_of(cells: Sequence[Cell]) -> tuple[int, int] | None:
+def pair_of(cells: Sequence[Variant]) -> tuple[int, int] | None:
     """Two cells whose maps are compared: the first of the first branch, the last of another."""
     others = [i for i, cell in enumerate(cells) if cell.branch != cells[0].branch]
     return (0, others[-1]) if others else None
 
 
 def drawn_by(
-    net: DualBranch, images: Tensor, cells: Sequence[Cell], labels: Tensor | None
+    net: DualBranch, images: Tensor, cells: Sequence[Variant], labels: Tensor | None
 ) -> list[Explanation]:
     """The maps of a batch by every cell, from one pass: of the labels' classes, else the predicted."""
     images = images.to(net.device, next(net.model.parameters()).dtype)
     passage = net.run(images, grad=True)
     classes = None if labels is None else labels.to(net.device)
-    return [explain_passage(net, passage, cell.drawing(), classes=classes) for cell in cells]
+    return [explain_pass(net, passage, cell.drawing(), classes=classes) for cell in cells]
 
 
 def _drops(net: DualBranch, images: Tensor, maps: Tensor, predicted: Sequence[int]) -> list[float]:
@@ -224,3 +162,12 @@ def _drops(net: DualBranch, images: Tensor, maps: Tensor, predicted: Sequence[in
 def _probability(net: DualBranch, images: Tensor, classes: Sequence[int]) -> Tensor:
     index = torch.tensor(classes, device=net.device)[:, None]
     return Scores.of(net, net.run(images), "softmax", index).probability[:, 0].double().cpu()
+
+
+def disagree(a: Tensor, b: Tensor) -> float:
+    """1 less the correlation of two maps, in [0, 2]; 1 where one of them is constant, 0 where both are."""
+    centred = [x.double().flatten() - x.double().mean() for x in (a, b)]
+    sizes = [float(x.norm()) for x in centred]
+    if min(sizes) <= 1e-12:
+        return float(max(sizes) > 1e-12)
+    return 1 - max(-1.0, min(1.0, float(centred[0] @ centred[1]) / (sizes[0] * sizes[1])))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sigcam.core.distributed import summed
+from sigcam.core.distributed import all_reduce_sum
 from sigcam.core.errors import DataError
 from sigcam.metrics.base import ImageMetric
 from sigcam.metrics.bootstrap import interval
@@ -111,7 +111,7 @@ class Result:
         return self.table()
 
 
-def rows_of(key: Key, metric: ImageMetric, *, scorer: str | None, val: Result | None) -> list[Row]:
+def metric_rows(key: Key, metric: ImageMetric, *, scorer: str | None, val: Result | None) -> list[Row]:
     """The rows of one metric of one cell; `val` is what thresholds are transferred from, if given."""
     method, branch, clamp, name = *key[:3], key[3].partition(":")[0]
 
@@ -127,7 +127,7 @@ def rows_of(key: Key, metric: ImageMetric, *, scorer: str | None, val: Result | 
             "threshold": threshold,
             "threshold_from": origin,
             "scorer": scorer,
-            "images": int(summed(metric.images.clone())),
+            "images": int(all_reduce_sum(metric.images.clone())),
         }
 
     if not isinstance(metric, MaxBoxAcc | MaxBoxAccV2):

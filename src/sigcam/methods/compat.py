@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from sigcam.core.errors import AttachError, DataError
 from sigcam.methods.explainer import explain
-from sigcam.methods.formulas import method_name
-from sigcam.methods.probe import Branch, Target, TargetName, finer_score, nearest_classes
-from sigcam.network.dual import DualBranch, attach, unwrapped
+from sigcam.methods.registry import method_name
+from sigcam.methods.targets import Branch, Target, TargetName, finer_score, nearest_classes
+from sigcam.network.attachment import attach, unwrap
+from sigcam.network.dual import DualBranch
 
 Array = np.ndarray[Any, Any]
 RowScore = Callable[[Tensor], Tensor]  # one image's logits (C,) -> one number
@@ -104,7 +105,7 @@ def _attached(model: nn.Module, layers: Layers) -> tuple[DualBranch, Layers]:
             "target_layers is a list of modules or names, e.g. [model.layer4]; left out, it is found."
         )
     if layers is not None and len(layers) == 1 and not isinstance(model, DualBranch):
-        layer, model = layers[0], unwrapped(model)
+        layer, model = layers[0], unwrap(model)
         name = layer if isinstance(layer, str) else {m: n for n, m in model.named_modules()}.get(layer)
         if name is None:
             raise AttachError(f"this {type(layer).__name__} is no module of {type(model).__name__}.")

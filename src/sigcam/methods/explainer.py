@@ -13,63 +13,20 @@ import torch
 from torch import Tensor
 
 from sigcam.core.errors import DataError
-from sigcam.methods.explanation import Explanation, Scale
-from sigcam.methods.formulas import METHODS, method_name
+from sigcam.methods.explanation import Explanation
 from sigcam.methods.inputs import Classes, Picture, Scores, as_batch, choose_classes
-from sigcam.methods.probe import (
-    Branch,
-    Probe,
-    Target,
-    TargetName,
-    as_target,
-    full_precision,
-    resize,
-    unit_range,
-)
+from sigcam.methods.map_config import MapConfig, MapSize, Scale
+from sigcam.methods.postprocess import fuse_layers, unit_range
+from sigcam.methods.raw_maps import RawMaps, draw_raw_maps
+from sigcam.methods.targets import Branch, Target, TargetName
 from sigcam.network.dilate import dilated
-from sigcam.network.dual import DualBranch, Passage
-from sigcam.network.layout import Place
-from sigcam.network.trace import Size
+from sigcam.network.dual import DualBranch, ForwardPass
+from sigcam.network.layout import FeaturePoint
 from sigcam.network.zoom import zoomed
 
 log = logging.getLogger("sigcam")
-MapSize = Literal["image", "features"] | Size | None
-AT_ONCE = 2**25  # numbers in the weights of as many classes as are asked together
 FACTORS = (0.9, 1.0, 1.1)  # of aug_smooth
 MOST_NOTES = 5
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """How maps are drawn; what `explain` says of its arguments."""
-
-    method: str = "grad-cam"
-    branch: Branch = "sigmoid"
-    clamp: bool | None = None
-    target: Target | TargetName = "class"
-    scale: Scale = "unit"
-    batch_size: int | None = None
-    top_n: int | None = None
-
-    def checked(self) -> Drawing:
-        """The same with its defaults filled in; DataError for what does not exist."""
-        if self.branch not in ("sigmoid", "softmax", "centred"):
-            raise DataError(f"unknown branch {self.branch!r}: there are sigmoid, softmax and centred.")
-        if self.scale not in ("unit", "raw"):
-            raise DataError(f"unknown scale {self.scale!r}: there are unit and raw.")
-        for name, value in (("batch_size", self.batch_size), ("top_n", self.top_n)):
-            if value is not None and value < 1:
-                raise DataError(f"{name} must be 1 or more, not {value}.")
-        as_target(self.target, self.branch)
-        clamp = self.clamp
-        if clamp is None:  # the softmax baseline keeps its signed weights
-            clamp = self.branch == "sigmoid" and self.scale == "unit"
-        return replace(self, method=method_name(self.method), clamp=clamp)
-
-    @property
-    def target_name(self) -> str:
-        """The target's name, or its function's."""
-        return self.target if isinstance(self.target, str) else getattr(self.target, "__name__", "custom")
 
 
 def explain(
@@ -115,7 +72,7 @@ def explain(
         raise DataError(
             f"explain takes what attach returns, not {type(net).__name__}: net = sigcam.attach(model)."
         )
-    how = Drawing(method, branch, clamp, target, scale, batch_size, top_n).checked()
+    how = MapConfig(method, branch, clamp, target, scale, batch_size, top_n).checked()
     if stride not in (None, 1):
         raise DataError(f"stride is 1 (no stride in the last stage) or None, not {stride!r}.")
     batch, pictures = as_batch(net, images)
@@ -132,8 +89,8 @@ def explain(
     return replace(found, pictures=pictures, images=batch)
 
 
-def explain_passage(
-    net: DualBranch, passage: Passage, how: Drawing, *, classes: Classes = None, size: MapSize = None
+def explain_pass(
+    net: DualBranch, passage: ForwardPass, how: MapConfig, *, classes: Classes = None, size: MapSize = None
 ) -> Explanation:
     """As `explain`, from what `net.run(images, grad=True)` gave: one pass serves any number of them."""
     return _explained(net, passage, iter([View(net, [passage])]), how.checked(), classes, size)
@@ -144,11 +101,11 @@ class View:
     """One pass, seen from each layer, of the network or of a finer copy, over images mirrored or not."""
 
     net: DualBranch
-    passages: list[Passage]
+    passages: list[ForwardPass]
     mirrored: bool = False
 
 
-def _needs_graph(net: DualBranch, how: Drawing, places: tuple[Place, ...]) -> bool:
+def _needs_graph(net: DualBranch, how: MapConfig, places: tuple[FeaturePoint, ...]) -> bool:
     """Whether gradients must come from autograd: a linear head's are its weights."""
     source = "sigmoid" if how.branch == "sigmoid" else "softmax"
     return source not in net.linear or places != (net.split.place,)
@@ -157,8 +114,8 @@ def _needs_graph(net: DualBranch, how: Drawing, places: tuple[Place, ...]) -> bo
 def _views(
     net: DualBranch,
     images: Tensor,
-    places: tuple[Place, ...],
-    how: Drawing,
+    places: tuple[FeaturePoint, ...],
+    how: MapConfig,
     zoom: float,
     stride: Literal[1] | None,
     aug_smooth: bool,
@@ -174,7 +131,12 @@ def _views(
 
 
 def _explained(
-    net: DualBranch, native: Passage, views: Iterator[View], how: Drawing, classes: Classes, size: MapSize
+    net: DualBranch,
+    native: ForwardPass,
+    views: Iterator[View],
+    how: MapConfig,
+    classes: Classes,
+    size: MapSize,
 ) -> Explanation:
     """The explanation of what `native` predicts, by the mean of the maps of all views."""
     if not (size in (None, "image", "features") or (isinstance(size, tuple | list) and len(size) == 2)):
@@ -185,12 +147,12 @@ def _explained(
         chosen, several = choose_classes(net, native, classes)  # (B, K)
         if size is None:
             size = "features" if isinstance(classes, str) and classes == "all" else "image"
-        seen, low = list[Tensor](), list[Low]()
+        seen, low = list[Tensor](), list[RawMaps]()
         for view in views:
-            low = [_low(view.net, passage, chosen, how) for passage in view.passages]
+            low = [draw_raw_maps(view.net, passage, chosen, how) for passage in view.passages]
             grid = view.passages[-1].features.shape[-2:]
             out = native.image if size == "image" else grid if size == "features" else size
-            maps = _fused(low, how, (int(out[0]), int(out[1])))
+            maps = fuse_layers(low, how, (int(out[0]), int(out[1])))
             seen.append(maps.flip(-1) if view.mirrored else maps)
         if len(seen) > 1:
             maps = torch.stack(seen).mean(0)
@@ -229,108 +191,10 @@ def _explained(
 # --------------------------------------------------------------------- from one pass to low-resolution maps
 
 
-@dataclass(frozen=True)
-class Low:
-    """Maps of one layer, before they are finished, and what a blank one may be due to."""
-
-    maps: Tensor  # M (B, K, P, Q)
-    positive_share: Tensor  # (B, K)
-    dead: Tensor  # (B, K) all weights are zero
-    denied: Tensor  # (B, K) no weight is positive
-
-
-def _low(net: DualBranch, passage: Passage, chosen: Tensor, how: Drawing) -> Low:
-    """Weights by the method, clamped, times the features (Eq. 4), for as many classes at a time as fit."""
-    method = METHODS[how.method]
-    numbers = passage.features.numel() if not method.light else passage.features[..., 0, 0].numel()
-    parts = []
-    for classes in chosen.clamp(min=0).split(max(1, AT_ONCE // numbers), 1):
-        probe = Probe(
-            net,
-            passage,
-            branch=how.branch,
-            classes=classes,
-            target=as_target(how.target, how.branch),
-            batch_size=how.batch_size,
-            top_n=how.top_n,
-        )
-        weights = method(probe).detach()  # w  (B, K, N, 1, 1) or (B, K, N, P, Q)
-        if method.gives == "maps":
-            ones = torch.ones_like(classes, dtype=weights.dtype)
-            parts.append(Low(weights.expand(-1, classes.shape[1], -1, -1), ones, ones == 0, ones == 0))
-            continue
-        if how.scale == "raw" and method.gives == "gradients":
-            weights = weights * probe.cells  # a gradient per cell, as a weight of the mean
-        if weights.stride(-1) == weights.stride(-2) == 0:
-            weights = weights[..., :1, :1]  # one view for all cells
-        kept = weights.clamp(min=0) if how.clamp else weights  # keep evidence, drop inhibition
-        with full_precision(weights):
-            maps, share = _combined(kept, probe.features), _positive_share(weights, probe.features)
-        flat = weights.flatten(2)
-        dead, denied = ~flat.any(2), ~(flat > 0).any(2)
-        parts.append(Low(*(v.expand(*classes.shape, *v.shape[2:]) for v in (maps, share, dead, denied))))
-    return Low(
-        *(torch.cat(values, 1) for values in zip(*(vars(part).values() for part in parts), strict=True))
-    )
-
-
-def _combined(weights: Tensor, features: Tensor) -> Tensor:
-    """M (B, K, P, Q), the sum over channels of weights times features (Eq. 4): one product where the weights
-    are the same for all cells."""
-    if weights.shape[-2:] != (1, 1):
-        return (weights * features).sum(2)
-    flat = features[:, 0].flatten(2)  # (B, N, P*Q)
-    rows = weights[..., 0, 0]  # (B, K, N), or (1, K, N) for all images
-    maps = (flat.mT @ rows[0].mT).mT if len(rows) == 1 else rows @ flat
-    return maps.reshape(len(flat), -1, *features.shape[-2:])
-
-
-def _positive_share(weights: Tensor, features: Tensor) -> Tensor:
-    """(B, K) sum of positive parts over sum of sizes of all weight x feature products."""
-    if weights.shape[-2:] != (1, 1):
-        products = (weights * features).flatten(2)
-        return products.clamp(min=0).sum(2) / products.abs().sum(2).clamp(min=1e-30)
-    up, size = features.clamp(min=0).sum((-2, -1)), features.abs().sum((-2, -1))  # (B, 1, N)
-    weights = weights[..., 0, 0]
-    positive = (weights.clamp(min=0) @ up.mT + (-weights).clamp(min=0) @ (size - up).mT)[..., 0]
-    return positive / (weights.abs() @ size.mT)[..., 0].clamp(min=1e-30)
-
-
 # ------------------------------------------------------------------------------------- to finished score maps
 
 
-def _fused(layers: list[Low], how: Drawing, size: Size) -> Tensor:
-    """(B, K, H, W) score maps of one layer, or of several in one: the mean of the layers' unit maps; for
-    Layer-CAM the maximum, all but the last layer's scaled by tanh(2 M / max M) first (Jiang et al., 2021)."""
-    if len(layers) == 1:
-        return finish(layers[0].maps, how.method, size, how.scale)
-    if how.method != "layer-cam":
-        units = [unit_range(layer.maps.relu(), eps=1e-7) for layer in layers]
-        return unit_range(torch.stack([resize(maps, size, "bilinear") for maps in units]).mean(0))
-    high = []
-    for layer in layers:
-        maps = layer.maps.relu()
-        maps = maps / maps.amax((-2, -1), keepdim=True).clamp(min=1e-30)
-        high.append(resize(maps if layer is layers[-1] else (2 * maps).tanh(), size, "bilinear"))
-    return unit_range(torch.stack(high).amax(0))
-
-
-def finish(maps: Tensor, method: str, size: Size, scale: Scale) -> Tensor:
-    """(B, K, P, Q) maps to score maps (PROTOCOL 4.3): path A for cam, path B for every other method."""
-    if method == "cam":
-        if scale == "raw":
-            return resize(maps, size, "bicubic")
-        varied = maps.amax((-2, -1), keepdim=True) > maps.amin((-2, -1), keepdim=True)
-        maps = torch.where(varied, maps, 0.0)  # rounding in the resize would be stretched
-        return unit_range(resize(maps, size, "bicubic"))
-    if scale == "raw":
-        return resize(maps, size, "bilinear")
-    maps = unit_range(maps.relu(), eps=1e-7)
-    maps = unit_range(resize(maps, size, "bilinear").relu(), eps=1e-7)
-    return unit_range(maps)
-
-
-def _why_blank(blank: Tensor, classes: Tensor, low: Low, clamp: bool, several: bool) -> list[str]:
+def _why_blank(blank: Tensor, classes: Tensor, low: RawMaps, clamp: bool, several: bool) -> list[str]:
     """A sentence for each blank map, up to a few, and how many more there are."""
     places = (blank & (classes >= 0)).nonzero().tolist()
     notes = []

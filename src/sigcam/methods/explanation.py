@@ -16,10 +16,11 @@ from PIL import Image
 from torch import Tensor
 
 from sigcam.drawing.overlay import ends, gradient, largest, overlay, with_boxes, with_contour, with_strips
-from sigcam.methods.probe import Branch, unit_range
+from sigcam.methods.map_config import Scale
+from sigcam.methods.postprocess import unit_range
+from sigcam.methods.targets import Branch
 from sigcam.metrics.boxes import boxes_at
 
-Scale = Literal["unit", "raw"]
 MOST_IMAGES, MOST_MAPS = 12, 5  # that a notebook shows, and of each image
 
 

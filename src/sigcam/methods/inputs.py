@@ -12,8 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from sigcam.core.errors import DataError
-from sigcam.methods.probe import Branch, branch_logits, full
-from sigcam.network.dual import DualBranch, Passage
+from sigcam.methods.targets import Branch, at_least_float32, branch_logits
+from sigcam.network.dual import DualBranch, ForwardPass
 
 Picture = Image.Image | str | Path
 Classes = int | Sequence[int] | Tensor | Literal["top5", "positive", "all"] | None
@@ -28,10 +28,12 @@ class Scores:
     logits: Tensor
 
     @staticmethod
-    def of(net: DualBranch, passage: Passage, branch: Branch, chosen: Tensor) -> Scores:
+    def of(net: DualBranch, passage: ForwardPass, branch: Branch, chosen: Tensor) -> Scores:
         """The softmax head's probability, the sigmoid branch's evidence, and the branch's logit."""
-        explained, evidence = (full(branch_logits(passage, b).detach()) for b in (branch, "sigmoid"))
-        probability = full(passage.softmax)
+        explained, evidence = (
+            at_least_float32(branch_logits(passage, b).detach()) for b in (branch, "sigmoid")
+        )
+        probability = at_least_float32(passage.softmax)
         if net.split.output == "logits":
             probability = probability.sigmoid() if net.classes == 1 else probability.softmax(1)
         index = chosen.clamp(min=0)
@@ -57,7 +59,7 @@ def as_batch(
         return images, ()
     if net.transform is None:
         raise DataError("pictures need preprocessing: set net.transform, or give a (B, C, H, W) tensor.")
-    from sigcam.data.readers.folder import open_picture
+    from sigcam.data.images import open_image
 
     given = [images] if isinstance(images, Image.Image | str | Path) else list(images)
     if not given:
@@ -66,7 +68,7 @@ def as_batch(
         if not isinstance(item, Image.Image | str | Path):
             what = "a (B, C, H, W) tensor, or pictures: PIL images or paths"
             raise DataError(f"images must be {what}, not {type(item).__name__}.")
-    pictures = tuple(p.convert("RGB") if isinstance(p, Image.Image) else open_picture(Path(p)) for p in given)
+    pictures = tuple(p.convert("RGB") if isinstance(p, Image.Image) else open_image(Path(p)) for p in given)
     batch = torch.stack([net.transform(p) for p in pictures])
     seen = getattr(
         net.transform, "picture", None
@@ -77,7 +79,7 @@ def as_batch(
     return batch.to(net.device, next(net.model.parameters()).dtype), shown
 
 
-def choose_classes(net: DualBranch, passage: Passage, classes: Classes) -> tuple[Tensor, bool]:
+def choose_classes(net: DualBranch, passage: ForwardPass, classes: Classes) -> tuple[Tensor, bool]:
     """(B, K) class indices, and whether the caller asked for several per image."""
     batch, device = len(passage.softmax), passage.softmax.device
     count = max(net.classes, 2)  # one logit tells two classes apart

@@ -3,95 +3,30 @@ maps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sigcam.core.errors import DataError
-from sigcam.network.dual import DualBranch, Passage, gap_weight
-from sigcam.network.trace import Size
+from sigcam.methods.targets import (
+    Branch,
+    Target,
+    at_least_float32,
+    branch_logits,
+    class_score,
+    finer_score,
+    nearest_classes,
+)
+from sigcam.network.dual import DualBranch, ForwardPass, linear_weight
 
-Branch = Literal["sigmoid", "softmax", "centred"]
-Target = Callable[[Tensor, Tensor], Tensor]  # logits (B, C), classes (B,) -> scores (B,)
-TargetName = Literal["class", "probability", "finer-cam"]
 VARIANTS = 2**24  # numbers in the altered features of one pass, unless batch_size says how many variants
 
 
-def full(tensor: Tensor) -> Tensor:
-    """The tensor in float32, or in float64 if it came so: maps are never computed in half precision."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def full_precision(tensor: Tensor) -> torch.autocast:
+def no_autocast(tensor: Tensor) -> torch.autocast:
     """Products inside stay in the precision of their factors, whatever autocast is on around."""
     return torch.autocast(tensor.device.type, enabled=False)
-
-
-def class_score(logits: Tensor, classes: Tensor) -> Tensor:
-    """The class's own logit, (B,); with one logit, class 1 is that logit and class 0 its negative."""
-    if logits.shape[1] == 1:
-        return logits[:, 0] * (2 * classes - 1)
-    return logits.gather(1, classes[:, None])[:, 0]
-
-
-def sigmoid_score(logits: Tensor, classes: Tensor) -> Tensor:
-    """The class's own probability, (B,), judged by itself."""
-    return class_score(logits, classes).sigmoid()
-
-
-def softmax_score(logits: Tensor, classes: Tensor) -> Tensor:
-    """The class's probability among all, (B,)."""
-    return sigmoid_score(logits, classes) if logits.shape[1] == 1 else class_score(logits.softmax(1), classes)
-
-
-def finer_score(logits: Tensor, classes: Tensor, rivals: Tensor | None = None, alpha: float = 1.0) -> Tensor:
-    """The class's logit minus `alpha` times the mean logit, weighted by probability, of the classes most
-    like it (Finer-CAM; Zhang et al., 2025): what tells it from those.
-
-    Args:
-        rivals: (B, R) those classes; by default what `nearest_classes` gives.
-    """
-    rivals = nearest_classes(logits, classes) if rivals is None else rivals
-    own, share = logits.gather(1, classes[:, None])[:, 0], logits.softmax(1).gather(1, rivals)
-    return own - alpha * (share * logits.gather(1, rivals)).sum(1) / (share.sum(1) + 1e-9)
-
-
-def nearest_classes(logits: Tensor, classes: Tensor, count: int = 3) -> Tensor:
-    """(B, count) the other classes whose logits are nearest to the class's."""
-    if logits.shape[1] == 1:
-        raise DataError("target='finer-cam' compares a class with others, and this classifier has one logit.")
-    distance = (logits - logits.gather(1, classes[:, None])).detach().abs()
-    distance = distance.scatter(1, classes[:, None], float("inf"))
-    return distance.topk(min(count, logits.shape[1] - 1), dim=1, largest=False).indices
-
-
-def as_target(target: Target | TargetName, branch: Branch) -> Target:
-    """The function behind a target's name, for the branch; a function is passed on."""
-    if callable(target):
-        return target
-    probability = sigmoid_score if branch == "sigmoid" else softmax_score
-    known = {"class": class_score, "probability": probability, "finer-cam": finer_score}
-    if target not in known:
-        raise DataError(f"unknown target {target!r}: there are {', '.join(known)}, or give a function.")
-    return known[target]
-
-
-def branch_logits(passage: Passage, branch: Branch) -> Tensor:
-    """(B, C) logits of the branch; "centred" is the softmax head with the mean over classes taken off."""
-    if branch == "sigmoid":
-        return passage.sigmoid
-    logits = passage.softmax_logits
-    if branch == "softmax":
-        return logits
-    if logits.shape[1] == 1:
-        raise DataError(
-            "branch='centred' takes the mean over classes off, and this classifier has one logit."
-        )
-    return logits - logits.mean(1, keepdim=True)
 
 
 class Probe:
@@ -108,7 +43,7 @@ class Probe:
     def __init__(
         self,
         net: DualBranch,
-        passage: Passage,
+        passage: ForwardPass,
         *,
         branch: Branch,
         classes: Tensor,
@@ -122,7 +57,7 @@ class Probe:
     @cached_property
     def features(self) -> Tensor:
         """F (B, 1, N, P, Q), at least float32."""
-        return full(self.passage.features.detach())[:, None]
+        return at_least_float32(self.passage.features.detach())[:, None]
 
     @property
     def cells(self) -> int:
@@ -149,14 +84,14 @@ class Probe:
     def last_weight(self) -> Tensor:
         """W (C, N) of a head that is global average + linear (Eq. 3)."""
         source: Literal["softmax", "sigmoid"] = "sigmoid" if self.branch == "sigmoid" else "softmax"
-        found = gap_weight(self.net.last_layer(source)) if self.linear else None
+        found = linear_weight(self.net.last_layer(source)) if self.linear else None
         if found is None:
             raise DataError(
                 f"'cam' reads the last layer's weights, and the {source} head of "
                 f"{type(self.net.model).__name__} is not global average pooling + linear on its features. "
                 "Use 'grad-cam', which needs no such form."
             )
-        weight = full(found[0].detach())  # (C, N)
+        weight = at_least_float32(found[0].detach())  # (C, N)
         return weight - weight.mean(0) if self.branch == "centred" else weight
 
     @cached_property
@@ -167,10 +102,10 @@ class Probe:
         if self.target is class_score and len(weight) > 1:
             same = bool((self.classes == self.classes[:1]).all())
             return weight[self.classes[:1] if same else self.classes]
-        logits = full(self.logits.detach()).requires_grad_()
+        logits = at_least_float32(self.logits.detach()).requires_grad_()
         with torch.enable_grad():
             columns = [_derivative(score, logits) for score in self._columns(logits)]  # each (B, C)
-        with full_precision(weight):
+        with no_autocast(weight):
             return torch.stack(columns, 1) @ weight
 
     @cached_property
@@ -184,7 +119,7 @@ class Probe:
         with torch.enable_grad():
             gradients = [_derivative(score, self.passage.cut) for score in self._columns(self.logits)]
         fold, image = self.passage.place.fold, self.passage.image
-        return torch.stack([full(fold(gradient, image)) for gradient in gradients], 1)
+        return torch.stack([at_least_float32(fold(gradient, image)) for gradient in gradients], 1)
 
     @cached_property
     def mean_grads(self) -> Tensor:
@@ -223,7 +158,7 @@ class Probe:
         else:
             assert features is not None
             altered = self.net.rescore(self.passage, index, features)
-        return self._scores_of(index, full(branch_logits(altered, self.branch)))
+        return self._scores_of(index, at_least_float32(branch_logits(altered, self.branch)))
 
     def _scores_of(self, index: int, logits: Tensor) -> Tensor:
         """(R, K) scores of R altered logits (R, C) of image `index`."""
@@ -262,20 +197,5 @@ def _derivative(score: Tensor, by: Tensor) -> Tensor:
     """d sum(score) / d by; zero where the score does not depend on it."""
     if not score.requires_grad:
         raise DataError("the target's score does not depend on the logits by any step that has a derivative.")
-    (gradient,) = torch.autograd.grad(full(score).sum(), by, retain_graph=True, allow_unused=True)
+    (gradient,) = torch.autograd.grad(at_least_float32(score).sum(), by, retain_graph=True, allow_unused=True)
     return torch.zeros_like(by) if gradient is None else gradient
-
-
-def resize(maps: Tensor, size: Size, mode: Literal["bicubic", "bilinear"]) -> Tensor:
-    """(B, K, P, Q) to (B, K, H, W), pixel centres aligned as OpenCV does."""
-    if maps.shape[-2:] == size:
-        return maps
-    return F.interpolate(maps, size, mode=mode, align_corners=False)
-
-
-def unit_range(maps: Tensor, eps: float = 0.0) -> Tensor:
-    """Each map's minimum to 0 and maximum to 1; a map that is constant or not finite becomes all zero."""
-    low, high = maps.amin((-2, -1), keepdim=True), maps.amax((-2, -1), keepdim=True)
-    usable = torch.isfinite(high - low) & (high > low)  # the extremes of what holds a NaN are NaN
-    span = torch.where(usable, high - low + eps, 1.0)
-    return torch.where(usable, (maps - low) / span, 0.0)

@@ -15,12 +15,12 @@ from torch.overrides import TorchFunctionMode
 
 from sigcam.core.errors import DataError
 from sigcam.network.dual import DualBranch
-from sigcam.network.hooks import casting_anew
+from sigcam.network.hooks import fresh_autocast_cache
 from sigcam.network.split import MAX_PREFIX_TOKENS
-from sigcam.network.trace import Size, borrowed, chunks, logits_of, tensors_in
+from sigcam.network.trace import GridSize, chunks, eval_mode, logits_of, tensors_in
 
 
-def attention_rollout(net: DualBranch, images: Tensor) -> Tensor:
+def rollout_maps(net: DualBranch, images: Tensor) -> Tensor:
     """(B, P, Q) shares, 0 or more, of the cells in what the head reads (Abnar & Zuidema, 2020).
 
     They sum to 1 together with those of the tokens before the grid. No class is asked for.
@@ -29,9 +29,9 @@ def attention_rollout(net: DualBranch, images: Tensor) -> Tensor:
     return rows[:, -p * q :].reshape(-1, p, q)
 
 
-def read_rows(net: DualBranch, images: Tensor) -> tuple[Tensor, Size]:
+def read_rows(net: DualBranch, images: Tensor) -> tuple[Tensor, GridSize]:
     """(B, L) shares of all tokens in what the head reads, summing to 1, and the grid of the last P * Q."""
-    with torch.inference_mode(False), torch.no_grad(), casting_anew():
+    with torch.inference_mode(False), torch.no_grad(), fresh_autocast_cache():
         first = _Rollout(net, grad=True).run(images[:1])  # one image tells how the model is built
         reading, grid = _reading(first), first.grid
         rows = [first.rows(reading)]
@@ -65,12 +65,12 @@ class _Rollout(TorchFunctionMode):
         self.net, self.grad, self.thread = net, grad, threading.get_ident()
         self.batch = 0
         self.one_by_one = False  # images and heads share an axis, in an order that cannot be told
-        self.others = set[Size]()  # of softmaxes over something else
+        self.others = set[GridSize]()  # of softmaxes over something else
         self.steps: list[_Step] = []
         self.sequences: list[Tokens] = []  # made of the last layer's output, in order
         self.entering: list[Tensor] = []  # the output layers
         self.logits: Tensor
-        self.grid: Size = (0, 0)
+        self.grid: GridSize = (0, 0)
         self._product: Tensor | None = None
 
     @property
@@ -99,7 +99,7 @@ class _Rollout(TorchFunctionMode):
                 self.entering += tensors_in((args, kwargs))
 
         with ExitStack() as stack:
-            handles = stack.enter_context(borrowed(self.net.model))
+            handles = stack.enter_context(eval_mode(self.net.model))
             handles.append(self.net.layer.register_forward_hook(at_layer))
             for name in split.last if self.grad else ():
                 module = self.net.model.get_submodule(name)

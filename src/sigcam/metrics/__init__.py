@@ -1,24 +1,25 @@
 """Metrics for anybody's maps, as `torchmetrics.Metric`s; results are percent (PROTOCOL 5, 6)."""
 
-from sigcam.metrics import bootstrap
 from sigcam.metrics.boxes import scaled_boxes
-from sigcam.metrics.localization import (
+from sigcam.metrics.fidelity import (
     AverageDrop,
     Deletion,
-    EnergyInBox,
-    GTKnownLoc,
     IncreaseInConfidence,
     Insertion,
+    MeanMap,
+    insertion_deletion_curves,
+)
+from sigcam.metrics.localization import (
+    EnergyInBox,
+    GTKnownLoc,
     MaxBoxAcc,
     MaxBoxAccV2,
-    MeanMap,
     PointingGame,
     PxAP,
     Top1Cls,
     Top1Loc,
     Top5Loc,
     in_top,
-    insertion_deletion_curves,
     without_peeking,
 )
 

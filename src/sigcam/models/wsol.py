@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sigcam.core.errors import ModelError
-from sigcam.models.state_dict import fill
+from sigcam.models.state_dict import load_weights
 
 IMAGENET = 1000
 VGG_BLOCKS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # width, convolutions
@@ -218,9 +218,9 @@ def inception(classes: int) -> nn.Module:
 _VGG = ("vgg16", "vgg16-397923af.pth")
 _RESNET = ("resnet50", "resnet50-19c8e357.pth")
 _INCEPTION = ("inception_v3", "inception_v3_google-1a9a5a14.pth")
-BACKBONES = {
-    f"{name}{suffix}": Backbone(partial(build, fine=bool(suffix)), *source, head, fresh)
-    for name, build, source, head, fresh in (
+WSOL_BACKBONES = {
+    f"{name}{suffix}": Backbone(partial(build_wsol, fine=bool(suffix)), *source, head, fresh)
+    for name, build_wsol, source, head, fresh in (
         ("vgg16", Vgg, _VGG, True, ("classifier.",)),
         ("vgg16-cam", CamVgg, _VGG, False, ("conv6.", "fc.")),
         ("resnet50", resnet, _RESNET, True, ("fc.",)),
@@ -231,17 +231,17 @@ BACKBONES = {
 } | {"inception_v3": Backbone(inception, *_INCEPTION, True, ("fc.",))}
 
 
-def build(
+def build_wsol(
     name: str, num_classes: int | None, published: Callable[..., Mapping[str, Tensor]] | None
 ) -> nn.Module:
     """The backbone, with random weights or with those that `published(preset, earlier file)` returns.
 
     With another number of classes than ImageNet's, all that follows the features is new (PROTOCOL 1.3).
     """
-    spec, backbone = f"wsol:{name}", BACKBONES.get(name)
+    spec, backbone = f"wsol:{name}", WSOL_BACKBONES.get(name)
     if backbone is None:
         raise ModelError(
-            f"no backbone of the paper is called {name!r}: choose one of {', '.join(BACKBONES)}."
+            f"no backbone of the paper is called {name!r}: choose one of {', '.join(WSOL_BACKBONES)}."
         )
     if published and num_classes is None and not backbone.head:
         how = "train one with `sigcam train-classifier`, give --weights (weights=), or num_classes=N"
@@ -251,5 +251,5 @@ def build(
     if published:
         preset = backbone.preset()
         state = backbone.adopt(model, published(preset, backbone.earlier), classes)
-        fill(model, state, source=preset.url, target=spec, num_classes=num_classes)
+        load_weights(model, state, source=preset.url, target=spec, num_classes=num_classes)
     return model

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sigcam.core.errors import DataError
 from sigcam.network.dual import DualBranch
-from sigcam.network.trace import Output, Size, Trace, borrowed, listed, run_traced
+from sigcam.network.trace import GridSize, ModuleOutput, Trace, eval_mode, listed, run_traced
 from sigcam.network.zoom import grid_of, quietly, said, twin
 
 _PLANS: weakref.WeakKeyDictionary[DualBranch, tuple[Change, ...]] = weakref.WeakKeyDictionary()
@@ -41,8 +41,8 @@ class Change:
 
     name: str
     how: Literal["stride", "spread", "global"]
-    before: Size = (0, 0)
-    after: Size = (0, 0)
+    before: GridSize = (0, 0)
+    after: GridSize = (0, 0)
 
 
 class _Refused(Exception):
@@ -108,11 +108,11 @@ class _Trial:
     """A module with half its stride, alone: what it returned for noise before, how much it returns now, and
     which of its first cells is the first of those."""
 
-    output: Output
+    output: ModuleOutput
     noise: Tensor
     wanted: Tensor
-    size: Size
-    phase: Size
+    size: GridSize
+    phase: GridSize
 
 
 class _Planner:
@@ -139,7 +139,7 @@ class _Planner:
             if args and isinstance(args[0], Tensor):
                 self.shapes.setdefault(module, []).append(args[0].shape)
 
-        with borrowed(self.model) as handles:
+        with eval_mode(self.model) as handles:
             for module in self.model.modules():
                 if _window(module) is not None:
                     handles.append(module.register_forward_pre_hook(note))
@@ -162,7 +162,7 @@ class _Planner:
                 reached.update(outputs)
         return reached
 
-    def last_strided(self) -> list[Output]:
+    def last_strided(self) -> list[ModuleOutput]:
         """The strided modules before F with no other one between them and F, and those beside them, whose
         outputs may be joined after F."""
         strided = [o for o in self.spatial if max(_pair(o.module.stride)) > 1]
@@ -176,11 +176,11 @@ class _Planner:
         beside = [o for o in strided if o not in before and not downstream & {*o.inputs}]
         return last + [o for o in beside if o.tensor.shape[-2:] in grids]
 
-    def spreads(self, output: Output) -> bool:
+    def spreads(self, output: ModuleOutput) -> bool:
         rows, columns = self.shapes[output.module][0][-2:]
         return max(_window(output.module) or (1, 1)) > 1 and rows * columns > 1
 
-    def check_reach(self, strided: list[Output], later: list[Output], reached: set[int]) -> None:
+    def check_reach(self, strided: list[ModuleOutput], later: list[ModuleOutput], reached: set[int]) -> None:
         """Refuses what a change of these modules would not reach, or would reach twice."""
         touched = [*strided, *later]
         for o in touched:
@@ -202,7 +202,7 @@ class _Planner:
             if o.tensor.shape[-2:] != self.grid and not narrowed:
                 raise _Refused(f"the grid shrinks between {o.name!r} and its features, in no module")
 
-    def halve(self, strided: list[Output]) -> list[Change]:
+    def halve(self, strided: list[ModuleOutput]) -> list[Change]:
         """Half the stride; what modules side by side return is padded to one size and one alignment."""
         trials = [self.trial(o) for o in strided]
         before, after = dict[str, list[int]](), dict[str, list[int]]()
@@ -222,7 +222,7 @@ class _Planner:
             self.check(t.output, got[..., phase[0] :: 2, phase[1] :: 2], t.wanted)
         return changes
 
-    def trial(self, output: Output) -> _Trial:
+    def trial(self, output: ModuleOutput) -> _Trial:
         """What becomes of noise when the module's stride is halved and nothing else."""
         module = self.model.get_submodule(output.name)
         if any(step % 2 for step in _pair(module.stride)):
@@ -236,7 +236,7 @@ class _Planner:
         )
         return _Trial(output, noise, wanted, (got.shape[-2], got.shape[-1]), phase)
 
-    def spread(self, output: Output) -> Change:
+    def spread(self, output: ModuleOutput) -> Change:
         """The window twice as wide; checked on noise against the window as it was on every second cell."""
         module = self.model.get_submodule(output.name)
         shape, window = self.shapes[module][0], _window(module)
@@ -264,7 +264,7 @@ class _Planner:
         forward: Callable[..., Tensor] = module.forward  # past the hooks, which are the user's
         return forward
 
-    def check(self, output: Output, got: Tensor, wanted: Tensor) -> None:
+    def check(self, output: ModuleOutput, got: Tensor, wanted: Tensor) -> None:
         if not _agree(got, wanted):
             raise _Refused(f"{output.name!r} ({type(output.module).__name__}) cannot be made finer exactly")
 
@@ -287,11 +287,11 @@ def _agree(got: Tensor, wanted: Tensor) -> bool:
     return bool((got - wanted).abs().max() <= 0.01 * wanted.abs().max())
 
 
-def _pair(value: Any) -> Size:
+def _pair(value: Any) -> GridSize:
     return (int(value[0]), int(value[-1])) if isinstance(value, tuple | list) else (int(value), int(value))
 
 
-def _window(module: nn.Module) -> Size | None:
+def _window(module: nn.Module) -> GridSize | None:
     """The extent of a module that reads neighbouring cells and whose stride we can change; else None."""
     if isinstance(module, nn.Conv2d | nn.MaxPool2d | nn.AvgPool2d):
         return _pair(module.kernel_size)
@@ -334,7 +334,7 @@ def _runs(module: Any, forward: Callable[[Tensor], Tensor]) -> None:
     module.forward = forward
 
 
-def _times(factor: int, value: Any) -> Size:
+def _times(factor: int, value: Any) -> GridSize:
     rows, columns = _pair(value)
     return factor * rows, factor * columns
 
@@ -351,7 +351,7 @@ def _max(x: Tensor) -> Tensor:
     return x.amax((-2, -1), keepdim=True)
 
 
-def _average(pool: nn.AvgPool2d, stride: Size, dilation: int, pads: tuple[int, ...], x: Tensor) -> Tensor:
+def _average(pool: nn.AvgPool2d, stride: GridSize, dilation: int, pads: tuple[int, ...], x: Tensor) -> Tensor:
     """Average pooling with dilation, which torch's lacks; cells in `pads` count for nothing."""
     window = x.new_ones(1, 1, *_pair(pool.kernel_size))
     rows, columns = _times(dilation, pool.padding)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sigcam.core.errors import AttachError
-from sigcam.network.layout import Place
+from sigcam.network.layout import FeaturePoint
 from sigcam.network.sigmoid_head import Inputs, on_tensors
 from sigcam.network.split import ACTIVATIONS, Split
-from sigcam.network.trace import borrowed, logits_of
+from sigcam.network.trace import eval_mode, logits_of
 
 
-class Tap(TorchFunctionMode):
+class HookedPass(TorchFunctionMode):
     """The features at each place, what enters the heads, what leaves the output layers, and the logits.
 
     With `grad`, autograd records from the first place on, whose output is cut off from what made it. A
@@ -34,7 +34,7 @@ class Tap(TorchFunctionMode):
         self,
         model: nn.Module,
         split: Split,
-        places: Sequence[Place],
+        places: Sequence[FeaturePoint],
         *,
         grad: bool,
         forced: bool = False,
@@ -48,18 +48,18 @@ class Tap(TorchFunctionMode):
         self.inputs: list[Inputs] = []
         self.outputs: list[Tensor] = []
         self.logits: Tensor
-        self._cuts: dict[Place, Tensor] = {}
-        self._awaited: tuple[Tensor, Place] | None = None
+        self._cuts: dict[FeaturePoint, Tensor] = {}
+        self._awaited: tuple[Tensor, FeaturePoint] | None = None
 
     @property
     def cuts(self) -> list[Tensor]:
         """The layers' outputs as they came, place by place."""
         return [self._cuts[place] for place in self.places]
 
-    def run(self, images: Tensor) -> Tap:
+    def run(self, images: Tensor) -> HookedPass:
         """Runs the model with our hooks on it, and only for as long as that takes."""
         with ExitStack() as stack:
-            handles = stack.enter_context(borrowed(self.model))
+            handles = stack.enter_context(eval_mode(self.model))
             self._hook_into(handles)
             if any(place.activation for place in self.places) or (self.grad and self.forced):
                 stack.enter_context(self)
@@ -84,7 +84,7 @@ class Tap(TorchFunctionMode):
         last = [self.model.get_submodule(name) for name in self.last]
         handles.extend(layer.register_forward_hook(self._after_last) for layer in last)
 
-    def _at(self, place: Place) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
+    def _at(self, place: FeaturePoint) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
         calls = 0
 
         def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
@@ -101,7 +101,7 @@ class Tap(TorchFunctionMode):
 
         return hook
 
-    def _take(self, out: Tensor, place: Place) -> Tensor:
+    def _take(self, out: Tensor, place: FeaturePoint) -> Tensor:
         """Keeps F, cut off from what made it, and hands the model a copy, which an in-place step may
         change."""
         if self.swap is not None:
@@ -149,7 +149,7 @@ class Tap(TorchFunctionMode):
 
 
 @contextmanager
-def casting_anew() -> Iterator[None]:
+def fresh_autocast_cache() -> Iterator[None]:
     """Autocast keeps no cast weights: ours change when fitted, and the user's must not lose their graph to a
     pass without gradient."""
     kept = torch.is_autocast_cache_enabled()

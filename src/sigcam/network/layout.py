@@ -9,21 +9,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sigcam.network.trace import Size
+from sigcam.network.trace import GridSize
 
-Layout = Literal["NCHW", "NHWC", "NLC", "LNC"]  # here N is the batch, C the channels, L the tokens
+AxisOrder = Literal["NCHW", "NHWC", "NLC", "LNC"]  # here N is the batch, C the channels, L the tokens
 
 
 @dataclass(frozen=True)
-class Fold:
+class FeatureLayout:
     """How a layer's output folds to (B, N, P, Q): its layout, tokens before the grid, and the grid probed."""
 
-    layout: Layout
-    grid: Size
-    image: Size
+    layout: AxisOrder
+    grid: GridSize
+    image: GridSize
     prefix: int = 0
 
-    def __call__(self, output: Tensor, image: Size) -> Tensor:
+    def __call__(self, output: Tensor, image: GridSize) -> Tensor:
         """The output as (B, N, P, Q), for an input of `image` (height, width) pixels."""
         if self.layout == "NCHW":
             return output
@@ -33,7 +33,7 @@ class Fold:
         rows, columns = self.grid_at(tokens.shape[1], image)
         return tokens.transpose(1, 2).reshape(len(tokens), -1, rows, columns)
 
-    def grid_at(self, tokens: int, image: Size) -> Size:
+    def grid_at(self, tokens: int, image: GridSize) -> GridSize:
         """(P, Q) of a sequence of `tokens` grid tokens: the probed grid, scaled as the image was."""
         if tokens == self.grid[0] * self.grid[1] and image == self.image:
             return self.grid
@@ -60,11 +60,11 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class Place:
+class FeaturePoint:
     """Where features leave a network: a module's output at its `call`-th call of a pass, or what the
     functional activation right after it returns, and how that folds."""
 
     layer: str
     call: int
     activation: bool
-    fold: Fold
+    fold: FeatureLayout

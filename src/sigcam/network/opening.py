@@ -9,14 +9,17 @@ from pathlib import Path
 import torch
 
 from sigcam.core.errors import CheckpointError, DataError
-from sigcam.data.sample import Samples, open_dataset
+from sigcam.data.registry import open_dataset
+from sigcam.data.sample import Samples
 from sigcam.models.classifier import Classifier, load_classifier
-from sigcam.network.dual import DualBranch, attach, load
+from sigcam.network.attachment import attach
+from sigcam.network.branch_file import load
+from sigcam.network.dual import DualBranch
 
 SHIPPED = Path(__file__).parent / "shipped" / "embedded.safetensors"  # its card is beside it
 
 
-def usable_device(name: str) -> str:
+def check_device(name: str) -> str:
     """The device's name, if something can be put on it."""
     try:
         torch.empty(1, device=torch.device(name))
@@ -52,7 +55,7 @@ def open_classifier(
     classifier = load_classifier(
         model,
         weights=weights,
-        device=usable_device(device),
+        device=check_device(device),
         crop=crop,
         num_classes=classes,
         pretrained=pretrained,

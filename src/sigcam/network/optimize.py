@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sigcam.core.errors import AttachError
-from sigcam.network.trace import Call, Output, Trace, lock_of, logits_of, run_traced, tensors_in
+from sigcam.network.trace import Call, ModuleOutput, Trace, lock_of, logits_of, run_traced, tensors_in
 
 log = logging.getLogger("sigcam")
-TOLERANCE = 1e-4  # of the largest logit
+LOGIT_TOLERANCE = 1e-4  # of the largest logit
 
 
 def optimized(model: nn.Module, example: Tensor, *, keep: Collection[str] = ()) -> nn.Module:
@@ -59,7 +59,7 @@ def _logits(model: nn.Module, example: Tensor) -> Tensor:
 def agree(logits: Tensor, wanted: Tensor) -> bool:
     """Whether both are equal within 1e-4 of the largest one; never, if one is not finite."""
     scale = wanted.double().abs().max().clamp(min=1e-12)
-    return bool((logits.double() - wanted.double()).abs().max() <= TOLERANCE * scale)
+    return bool((logits.double() - wanted.double()).abs().max() <= LOGIT_TOLERANCE * scale)
 
 
 # ------------------------------------------------------------------------------------------ folding BatchNorm
@@ -117,7 +117,7 @@ def _pairs(trace: Trace, output: Any, keep: Collection[str]) -> Iterator[_Pair]:
                 yield layer.module, norm.module, rest
 
 
-def _normalising(trace: Trace, norm: Output) -> tuple[Call, list[tuple[str, nn.Module]]] | None:
+def _normalising(trace: Trace, norm: ModuleOutput) -> tuple[Call, list[tuple[str, nn.Module]]] | None:
     """The one batch_norm call of a module, by its running statistics, and the children that follow it in a
     chain (timm's BatchNormAct2d drops and activates); None where it does anything else."""
     inside = [call for call in trace.calls if norm.start < call.time < norm.end and call.name == "batch_norm"]
@@ -138,7 +138,7 @@ def _normalising(trace: Trace, norm: Output) -> tuple[Call, list[tuple[str, nn.M
     return (call, rest) if value == norm.value else None
 
 
-def _is_foldable(trace: Trace, layer: Output, call: Call, reads: Counter[int]) -> bool:
+def _is_foldable(trace: Trace, layer: ModuleOutput, call: Call, reads: Counter[int]) -> bool:
     """Whether the output is one product of the layer's own weight, which nothing else reads."""
     module = layer.module
     if not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):

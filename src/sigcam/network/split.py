@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from sigcam.core.errors import AttachError
-from sigcam.network.layout import Fold, Layout, Place
-from sigcam.network.trace import Output, Size, Trace, listed, logits_of, probe, run_traced
+from sigcam.network.layout import AxisOrder, FeatureLayout, FeaturePoint
+from sigcam.network.trace import GridSize, ModuleOutput, Trace, listed, logits_of, probe_model, run_traced
 
 MAX_PREFIX_TOKENS = 32  # class, distillation and register tokens in front of a grid
 _ACTIVATIONS = (
@@ -50,15 +50,15 @@ class Split:
     layer: str
     call: int
     activation: bool
-    fold: Fold
+    fold: FeatureLayout
     classes: int
     output: Literal["logits", "probabilities"]
     spatial: tuple[tuple[str, int, int, int], ...]
 
     @property
-    def place(self) -> Place:
+    def place(self) -> FeaturePoint:
         """Where F leaves the network."""
-        return Place(self.layer, self.call, self.activation, self.fold)
+        return FeaturePoint(self.layer, self.call, self.activation, self.fold)
 
 
 def find_split(
@@ -76,7 +76,7 @@ def find_split(
             close = ", ".join(map(repr, get_close_matches(name, names, n=3, cutoff=0.4)))
             hint = f": did you mean {close}?" if close else f". Its modules: {listed(names)}."
             raise AttachError(f"{argument}={name!r} is not a module of {type(model).__name__}{hint}")
-    example, trace, output = probe(model, example, seed)
+    example, trace, output = probe_model(model, example, seed)
     logits = logits_of(output, len(example))
     if not bool(torch.isfinite(logits).all()):
         raise AttachError(
@@ -88,7 +88,7 @@ def find_split(
 
 # -------------------------------------------------------------------------------------------- deciding
 
-Spatial = list[tuple[Output, Fold]]
+Spatial = list[tuple[ModuleOutput, FeatureLayout]]
 
 
 class _Finder:
@@ -133,7 +133,7 @@ class _Finder:
 
     # --- the head
 
-    def last_layers(self, inside: str = "") -> list[Output]:
+    def last_layers(self, inside: str = "") -> list[ModuleOutput]:
         """The last layers with a weight matrix before the logits, inside the module; or norms after them."""
         layers = [o for o in self.trace.outputs if self.is_layer(o.module) and _within(o.name, inside)]
         made = {o.value for o in layers}  # a norm right on an output layer's logits is part of the tail
@@ -144,7 +144,7 @@ class _Finder:
         ancestors = self.ancestry(reaching)
         return [o for o in reaching if not any(o.value in ancestors[p.value] for p in reaching if p is not o)]
 
-    def output_layers(self) -> list[Output]:
+    def output_layers(self) -> list[ModuleOutput]:
         """The last layers, which must have C outputs each and run once."""
         last = self.last_layers()
         wrong = not last or any(is_norm(o.module) or not _has_outputs(o, self.classes) for o in last)
@@ -177,7 +177,7 @@ class _Finder:
             return False
         return len(own) == len(named) or any(p.ndim == 2 and self.classes in p.shape for p in matrices)
 
-    def named_head(self, name: str) -> Output:
+    def named_head(self, name: str) -> ModuleOutput:
         able = [o for o in self.trace.outputs if _has_parameters(o.module) and _has_outputs(o, self.classes)]
         able_names = listed([repr(o.name) for o in able[::-1] if o.name], most=3)
         valid = f"Modules with {self.classes} outputs: {able_names or 'none'}."
@@ -193,7 +193,7 @@ class _Finder:
             )
         return output
 
-    def heads(self, last: list[Output], layer: str) -> tuple[tuple[str, ...], bool]:
+    def heads(self, last: list[ModuleOutput], layer: str) -> tuple[tuple[str, ...], bool]:
         """The outermost module that starts after F and returns the logits; else those around each output
         layer that return what it does."""
         for output in reversed(self.trace.outputs):  # the ones around return after the inner ones
@@ -217,12 +217,12 @@ class _Finder:
         after = [c.time for c in self.trace.calls if c.time > time and c.name in OUTPUT_ACTIVATIONS]
         return any(not any(start < t < end for start, end in left_out) for t in after)
 
-    def returns_logits(self, output: Output) -> bool:
+    def returns_logits(self, output: ModuleOutput) -> bool:
         return output.tensor.numel() == self.logits.numel() and torch.equal(
             output.tensor.detach().reshape(self.logits.shape).float(), self.logits.detach().float()
         )
 
-    def output_kind(self, last: list[Output]) -> Literal["logits", "probabilities"]:
+    def output_kind(self, last: list[ModuleOutput]) -> Literal["logits", "probabilities"]:
         rows = self.logits.detach().double()
         if bool((rows < 0).any()) or bool((rows > 1).any()):
             return "logits"
@@ -232,11 +232,11 @@ class _Finder:
 
     # --- the features
 
-    def candidates(self, last: list[Output]) -> Spatial:
+    def candidates(self, last: list[ModuleOutput]) -> Spatial:
         """Outputs before the head that fold to a map, pooling left out, in order of return."""
         begin = min(o.start for o in last)
-        grids, found = list[Size](), dict[int, Fold]()
-        pooled, outputs = set[int](), list[Output]()
+        grids, found = list[GridSize](), dict[int, FeatureLayout]()
+        pooled, outputs = set[int](), list[ModuleOutput]()
         for output in self.trace.outputs:
             if output.end > begin:
                 continue
@@ -258,7 +258,9 @@ class _Finder:
         kept = [o for o in outputs if o not in linear] or outputs  # a projection inside attention is no layer
         return [(o, found[o.value]) for o in kept if o.value not in pooled]
 
-    def fold_of(self, output: Output, grids: list[Size], prefixes: set[int]) -> Fold | None:
+    def fold_of(
+        self, output: ModuleOutput, grids: list[GridSize], prefixes: set[int]
+    ) -> FeatureLayout | None:
         """How the output folds, given the grids of maps and the numbers of prefix tokens seen before it."""
         shape = tuple(output.tensor.shape)
         if len(shape) == 4 and shape[0] == self.batch:
@@ -268,23 +270,23 @@ class _Finder:
             elif first and last:
                 first = not self.keeps_last_axis(output)
             if first:
-                return Fold("NCHW", (shape[2], shape[3]), self.image)
-            return Fold("NHWC", (shape[1], shape[2]), self.image) if last else None
+                return FeatureLayout("NCHW", (shape[2], shape[3]), self.image)
+            return FeatureLayout("NHWC", (shape[1], shape[2]), self.image) if last else None
         if len(shape) != 3 or self.batch not in shape[:2]:
             return None
-        layout: Layout = "NLC" if shape[0] == self.batch else "LNC"
+        layout: AxisOrder = "NLC" if shape[0] == self.batch else "LNC"
         tokens = shape[1] if layout == "NLC" else shape[0]
-        fits = list[Fold]()
+        fits = list[FeatureLayout]()
         for halvings in range(7):  # stages may merge tokens 2x2 after the last map that was seen as one
             for rows, columns in grids or self.regular_grids():
                 p, q = -(-rows // 2**halvings), -(-columns // 2**halvings)
                 if p * q > 1 and 0 <= tokens - p * q <= MAX_PREFIX_TOKENS:
-                    fits.append(Fold(layout, (p, q), self.image, prefix=tokens - p * q))
+                    fits.append(FeatureLayout(layout, (p, q), self.image, prefix=tokens - p * q))
         if tokens in prefixes:
             return None  # the tokens that stood in front of a grid, by themselves
         return min(fits, key=lambda fold: fold.prefix, default=None)
 
-    def keeps_last_axis(self, output: Output) -> bool:
+    def keeps_last_axis(self, output: ModuleOutput) -> bool:
         """Whether a wider image leaves the last axis as it is: then it holds channels."""
         wider = self.shapes_of_wider_image.get((output.name, output.call))
         return wider is not None and wider[3] == output.tensor.shape[3] and wider[2] != output.tensor.shape[2]
@@ -308,13 +310,13 @@ class _Finder:
         high = min(height / (rows - 1) if rows > 1 else most, width / (columns - 1) if columns > 1 else most)
         return low < high
 
-    def regular_grids(self) -> list[Size]:
+    def regular_grids(self) -> list[GridSize]:
         """Grids that a stride dividing both sides gives: patches cut without a convolution."""
         height, width = self.image
         strides = (s for s in range(1, min(height, width) + 1) if not (height % s or width % s))
         return [(height // s, width // s) for s in strides]
 
-    def alive(self, candidates: Spatial, last: list[Output]) -> Spatial:
+    def alive(self, candidates: Spatial, last: list[ModuleOutput]) -> Spatial:
         """The candidates whose grid gets gradient from what enters the head (a CLS-pooled last block's does
         not); of several heads, from as many as any."""
         reached = [0] * len(candidates)
@@ -330,7 +332,7 @@ class _Finder:
                     reached[index] += 1
         return [pair for pair, heads in zip(candidates, reached, strict=True) if 0 < heads == max(reached)]
 
-    def frontier(self, alive: Spatial, last: list[Output]) -> tuple[Output, Fold]:
+    def frontier(self, alive: Spatial, last: list[ModuleOutput]) -> tuple[ModuleOutput, FeatureLayout]:
         """The last spatial output; where several end side by side, the last that all of them come from."""
         if not alive:
             raise AttachError(
@@ -351,8 +353,8 @@ class _Finder:
         )
 
     def named_layer(
-        self, name: str, last: list[Output], candidates: Spatial, alive: Spatial
-    ) -> tuple[Output, Fold]:
+        self, name: str, last: list[ModuleOutput], candidates: Spatial, alive: Spatial
+    ) -> tuple[ModuleOutput, FeatureLayout]:
         names = dict.fromkeys(repr(self.outermost(o).name) for o, _ in alive[::-1])
         valid = f"Layers that do: {listed(names, most=3)}."
         output = next((o for o in reversed(self.trace.outputs) if o.name == name), None)
@@ -369,7 +371,7 @@ class _Finder:
             raise AttachError(f"layer={name!r} gets no gradient on its grid. {valid}")
         return output, fold
 
-    def outermost(self, output: Output, *, without: str | None = None) -> Output:
+    def outermost(self, output: ModuleOutput, *, without: str | None = None) -> ModuleOutput:
         """The outermost module that returned this very tensor and runs once per pass, and holds not
         `without`."""
         same = [
@@ -380,12 +382,12 @@ class _Finder:
         ]
         return min(same, key=lambda o: (not _has_parameters(o.module), o.name.count(".")), default=output)
 
-    def activation_after(self, output: Output) -> bool:
+    def activation_after(self, output: ModuleOutput) -> bool:
         """Whether a functional activation (or a shared activation module) is the only step on this output."""
         steps = [call.name for call in self.trace.calls if output.value in call.inputs]
         return len(steps) == 1 and steps[0] in ACTIVATIONS
 
-    def ancestry(self, outputs: list[Output]) -> dict[int, set[int]]:
+    def ancestry(self, outputs: list[ModuleOutput]) -> dict[int, set[int]]:
         """For each output's value, the values among these that it was computed from, by autograd's graph."""
         values_at: dict[Any, set[int]] = {}
         for output in outputs:
@@ -438,7 +440,7 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _has_outputs(output: Output, classes: int) -> bool:
+def _has_outputs(output: ModuleOutput, classes: int) -> bool:
     """Whether the output has C channels, last or after the batch; one channel may be squeezed off."""
     shape = tuple(output.tensor.shape)
     return classes in (shape[-1:] + shape[1:2]) or (classes == 1 and len(shape) < 2)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from sigcam.core.errors import AttachError
 
-Size = tuple[int, int]  # height, width
+GridSize = tuple[int, int]  # height, width
 SIZES_TO_TRY = (224, 32, 28, 64, 96, 128, 256, 299, 384)  # after what the model itself declares
 MAX_IMAGE_CHANNELS = 16  # a convolution with more inputs does not read the image
 
@@ -31,7 +31,7 @@ def lock_of(model: nn.Module) -> threading.RLock:
 
 
 @contextmanager
-def borrowed(model: nn.Module) -> Iterator[list[Any]]:
+def eval_mode(model: nn.Module) -> Iterator[list[Any]]:
     """The model in eval mode, ours alone; hooks put into the yielded list are removed, modes come back."""
     handles: list[Any] = []
     with lock_of(model):
@@ -91,7 +91,7 @@ def _first_flat(values: Iterable[Any], default: Any) -> Any:
 
 
 @dataclass
-class Output:
+class ModuleOutput:
     """What one call of one module returned while probing."""
 
     name: str
@@ -118,7 +118,7 @@ class Call:
 class Trace(TorchFunctionMode):
     """Everything one pass did: module outputs in order of return, and torch functions in order of call."""
 
-    outputs: list[Output] = field(default_factory=list)
+    outputs: list[ModuleOutput] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     clock: int = 0
 
@@ -175,7 +175,7 @@ class Trace(TorchFunctionMode):
         value = self.value(out)
         self._values[id(passed_on)] = (passed_on, passed_on._version, value)
         self._passed[id(passed_on)] = passed_on._version
-        self.outputs.append(Output(name, module, call, value, out, inputs, start, self.clock))
+        self.outputs.append(ModuleOutput(name, module, call, value, out, inputs, start, self.clock))
         return passed_on
 
 
@@ -194,7 +194,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 def run_traced(model: nn.Module, example: Tensor) -> tuple[Trace, Any]:
     """The trace of one eval-mode pass, with gradient, and what the model returned."""
     trace = Trace()
-    with torch.inference_mode(False), torch.enable_grad(), borrowed(model) as handles:
+    with torch.inference_mode(False), torch.enable_grad(), eval_mode(model) as handles:
         for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 raise AttachError(
@@ -212,7 +212,7 @@ def _leave(trace: Trace, name: str) -> Callable[[nn.Module, Any, Any], Any]:
     return lambda module, args, out: trace.leave(name, module, out)
 
 
-def probe(model: nn.Module, example: Tensor | None, seed: int) -> tuple[Tensor, Trace, Any]:
+def probe_model(model: nn.Module, example: Tensor | None, seed: int) -> tuple[Tensor, Trace, Any]:
     """The example the model could be run on (given, or the first that fits), its trace and its output."""
     failure: Exception | None = None
     tried: dict[str, None] = {}
@@ -242,7 +242,7 @@ def listed(words: Iterable[str], most: int = 10) -> str:
 def default_examples(model: nn.Module, seed: int) -> Iterator[Tensor]:
     """Random (1, C, H, W) inputs to probe with: sizes the model declares first, then usual ones."""
     weight = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
-    channels, sizes = list[int](), list[Size]()
+    channels, sizes = list[int](), list[GridSize]()
     for module in model.modules():
         for holder in (getattr(module, "patch_embed", None), module):  # timm's own size, torchvision's ViT
             for attribute in ("img_size", "image_size"):
@@ -260,7 +260,7 @@ def default_examples(model: nn.Module, seed: int) -> Iterator[Tensor]:
         yield noise.to(device=weight.device, dtype=weight.dtype)
 
 
-def _as_size(value: Any) -> list[Size]:
+def _as_size(value: Any) -> list[GridSize]:
     if isinstance(value, int) and value > 1:
         return [(value, value)]
     pair = tuple(value) if isinstance(value, tuple | list) else ()

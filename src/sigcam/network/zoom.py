@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sigcam.core.errors import DataError
 from sigcam.network.dual import DualBranch
-from sigcam.network.trace import Size, lock_of, tensors_in
+from sigcam.network.trace import GridSize, lock_of, tensors_in
 
 # ------------------------------------------------------------------------------------------- a copy
 
@@ -68,7 +68,7 @@ def quietly() -> Iterator[None]:
 # ------------------------------------------------------------------------------------- larger images
 
 # native and larger sizes at which a network was seen to make a finer map; from then on it is not tried first
-_TAKEN: weakref.WeakKeyDictionary[DualBranch, set[tuple[Size, Size]]] = weakref.WeakKeyDictionary()
+_TAKEN: weakref.WeakKeyDictionary[DualBranch, set[tuple[GridSize, GridSize]]] = weakref.WeakKeyDictionary()
 
 
 def zoomed(net: DualBranch, images: Tensor, zoom: float) -> tuple[DualBranch, Tensor]:
@@ -81,7 +81,7 @@ def zoomed(net: DualBranch, images: Tensor, zoom: float) -> tuple[DualBranch, Te
         raise DataError(f"zoom must be a number of at least 1, not {zoom!r}.")
     if zoom == 1:
         return net, images
-    native: Size = (images.shape[-2], images.shape[-1])
+    native: GridSize = (images.shape[-2], images.shape[-1])
     fold, kind = net.split.fold, type(net.model).__name__
     steps = [pixels / cells for pixels, cells in zip(fold.image, fold.grid, strict=True)]
     steps = [step if step.is_integer() else 1.0 for step in steps]
@@ -116,13 +116,13 @@ def zoomed(net: DualBranch, images: Tensor, zoom: float) -> tuple[DualBranch, Te
     return finer, larger
 
 
-def grid_of(net: DualBranch, images: Tensor) -> Size:
+def grid_of(net: DualBranch, images: Tensor) -> GridSize:
     """(P, Q) of what the network makes of the first image."""
     features = net.run(images[:1]).features
     return features.shape[-2], features.shape[-1]
 
 
-def _made_for(model: nn.Module, size: Size) -> nn.Module:
+def _made_for(model: nn.Module, size: GridSize) -> nn.Module:
     """The model, or a copy for images of that size where a part of it knows how to be made for another."""
     if not any(_fitting(module) for module in model.modules()):
         return model
@@ -135,7 +135,7 @@ def _made_for(model: nn.Module, size: Size) -> nn.Module:
     return model
 
 
-def _fitting(module: nn.Module) -> Callable[[Any, Size], None] | None:
+def _fitting(module: nn.Module) -> Callable[[Any, GridSize], None] | None:
     """How this module can be made to take another size, if it can."""
     if _takes(getattr(module, "set_input_size", None), "img_size"):
         return _fit_timm
@@ -154,7 +154,7 @@ def _takes(function: Any, argument: str) -> bool:
         return False
 
 
-def _fit_timm(module: Any, size: Size) -> None:
+def _fit_timm(module: Any, size: GridSize) -> None:
     options: dict[str, Any] = {"img_size": size}
     windows = [m.window_size for m in module.modules() if isinstance(getattr(m, "window_size", None), tuple)]
     if windows and _takes(module.set_input_size, "window_size"):
@@ -163,14 +163,14 @@ def _fit_timm(module: Any, size: Size) -> None:
     module.set_input_size(**options)
 
 
-def _fit_transformers(module: Any, size: Size) -> None:
+def _fit_transformers(module: Any, size: GridSize) -> None:
     def ask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "interpolate_pos_encoding": True}
 
     module.register_forward_pre_hook(ask, with_kwargs=True)
 
 
-def _fit_torchvision(module: Any, size: Size) -> None:
+def _fit_torchvision(module: Any, size: GridSize) -> None:
     from torchvision.models.vision_transformer import interpolate_embeddings
 
     if size[0] != size[1]:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigcam.core.manifest import how_made
+from sigcam.core.manifest import provenance
 from sigcam.drawing.charts import Line, line_chart
 from sigcam.drawing.overlay import overlay, with_boxes
-from sigcam.evaluation.examples import Curves, Glance, Look, cell_name, drawn_by, pair_of
+from sigcam.evaluation.curves import Curves, cell_name
+from sigcam.evaluation.examples import Example, Examples, drawn_by, pair_of
 from sigcam.evaluation.registry import boxes_for
 from sigcam.evaluation.result import FIXED, Key, Result, Row, cell_words, label_of
 from sigcam.methods.explanation import data_uri
@@ -19,7 +20,17 @@ from sigcam.metrics.boxes import THRESHOLDS, boxes_at
 from sigcam.metrics.classification import calibration
 from sigcam.metrics.localization import IOUS
 from sigcam.reports.explain_report import QUALITY, seen_by
-from sigcam.reports.html import Card, Charts, Gallery, Notes, Number, Section, Shot, Table, page
+from sigcam.reports.html import (
+    Card,
+    Charts,
+    Gallery,
+    NoteList,
+    Number,
+    ReportTable,
+    Section,
+    Shot,
+    render_page,
+)
 
 TELLING = 6  # images of each kind that is shown
 MOST_LINES = 6  # of a chart
@@ -27,8 +38,8 @@ TRUTH = "#e53935"
 STEP = 10  # of 1001 thresholds, as a chart has not that many pixels
 
 
-def evaluated_page(
-    result: Result, curves: Curves, seen: Look | None, facts: Sequence[tuple[str, str]] = ()
+def evaluation_page(
+    result: Result, curves: Curves, seen: Examples | None, facts: Sequence[tuple[str, str]] = ()
 ) -> str:
     """The page of an evaluation; without a network (`seen` is None) tables and curves alone."""
     alone = [row for row in result.rows if row["method"] is None]
@@ -37,20 +48,20 @@ def evaluated_page(
     sections += [_reliability(seen), *_telling(seen)] if seen else []
     about = [(k, _words(v)) for k, v in result.about.items() if k not in ("definitions", "images")]
     notes = [
-        Notes("How each number is defined", list(result.about["definitions"].items())),
-        Notes("What was evaluated, and with what", about),
+        NoteList("How each number is defined", list(result.about["definitions"].items())),
+        NoteList("What was evaluated, and with what", about),
     ]
     left = [f"{name}: {reason}" for name, reason in result.left_out]
     foot = f"Not measured: {'; '.join(left)}." if left else ""
     sections.append(Section("Small print", notes, foot=foot))
     skipped = result.skipped
-    return page(
+    return render_page(
         "What the maps are worth",
         sections,
         lead="All numbers are in percent of images unless they say otherwise.",
         facts=[*facts, ("images", str(result.about["images"])), *numbers],
         warnings=[f"{len(skipped)} picture(s) could not be read and do not count."] if skipped else [],
-        **how_made(),
+        **provenance(),
     )
 
 
@@ -62,7 +73,7 @@ def _words(value: object) -> str:
 
 
 PLACES = ("gt_known_loc", "top1_loc", "top5_loc", "pxap", "pointing_game", "energy_in_box")
-TITLES = {
+SECTION_TITLES = {
     "oracle": "Boxes, at the threshold that is best for these very images",
     "transferred": "Boxes, at the threshold that was best on the validation split",
     "fixed": f"Boxes, at threshold {FIXED}",
@@ -78,8 +89,8 @@ def _tables(result: Result, curves: Curves) -> Section:
         if row["method"] is not None:
             place = "place" if row["metric"].removesuffix("_first") in PLACES else "class"
             kinds.setdefault(row["threshold_from"] or place, []).append(row)
-    tables = list[Table]()
-    for kind, title in TITLES.items():
+    tables = list[ReportTable]()
+    for kind, title in SECTION_TITLES.items():
         rows = kinds.get(kind, [])
         columns = list(dict.fromkeys((row["metric"], row["scorer"]) for row in rows))
         cells = list(dict.fromkeys(cell_words(row) for row in rows))
@@ -89,7 +100,7 @@ def _tables(result: Result, curves: Curves) -> Section:
         heads = dict.fromkeys(_head(row) for row in rows)
         if rows:
             lines = [(" ".join(cell), [found.get((cell, *column)) for column in columns]) for cell in cells]
-            tables.append(Table(("maps", *heads), lines, title))
+            tables.append(ReportTable(("maps", *heads), lines, title))
     foot = "Below a number are the ends of its 95 % bootstrap interval" if _has_ends(result) else ""
     if curves.differences:
         foot += (
@@ -192,7 +203,7 @@ def _lots(names: Sequence[str]) -> dict[str, list[str]]:
     return lots
 
 
-def _reliability(seen: Look) -> Section:
+def _reliability(seen: Examples) -> Section:
     """How often the predicted class is right, by its probability and by its evidence."""
     title = "Reliability"
     if not seen.labelled:
@@ -224,13 +235,13 @@ def _reliability(seen: Look) -> Section:
     return Section(title, [Charts([chart])], intro=told)
 
 
-def _whose(seen: Look) -> str:
+def _whose(seen: Examples) -> str:
     if len(seen.glances) == len(seen.samples):
         return f"All {len(seen.samples)} images."
     return f"{len(seen.glances)} of {len(seen.samples)} images, drawn at random."
 
 
-def _telling(seen: Look) -> list[Section]:
+def _telling(seen: Examples) -> list[Section]:
     """Images that are located best and worst, and those that the branches disagree about most."""
     cell = seen.cells[-1]
     name = cell_name(cell)
@@ -260,7 +271,7 @@ def _telling(seen: Look) -> list[Section]:
     return [*sections, Section(title, [Gallery(_cards(seen, apart))], intro)]
 
 
-def _cards(seen: Look, glances: Sequence[Glance]) -> list[Card]:
+def _cards(seen: Examples, glances: Sequence[Example]) -> list[Card]:
     """The images of some glances, drawn again."""
     cards = list[Card]()
     assert seen.net.transform is not None

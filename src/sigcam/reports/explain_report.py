@@ -11,14 +11,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from sigcam.core.manifest import how_made
-from sigcam.data.sample import Sample, Samples
+from sigcam.core.manifest import provenance
+from sigcam.data.sample import Samples
 from sigcam.drawing.overlay import largest, overlay, with_boxes
-from sigcam.methods.explainer import explain
+from sigcam.evaluation.examples import disagree
 from sigcam.methods.explanation import Explanation, data_uri
-from sigcam.methods.probe import Branch
 from sigcam.network.dual import DualBranch
-from sigcam.reports.html import Card, Figure, Gallery, Number, Section, Shot, Table, page
+from sigcam.reports.html import Card, Gallery, Section, Shot, render_page
 from sigcam.training.features import Progress
 
 Row = dict[str, Any]
@@ -29,7 +28,7 @@ QUALITY = 80  # of JPEG: 500 pictures of 224 x 224, each with two maps, stay bel
 AT_ONCE = 16
 
 
-def explained_page(
+def explain_page(
     rows: Sequence[Row],
     maps: Mapping[str, Path],
     samples: Samples,
@@ -76,7 +75,7 @@ def explained_page(
     gallery = Gallery(cards, grouped_by="predicted class", signed=first["scale"] == "raw")
     blank = sum(bool(row["blank"]) for row in rows)
     few = f"{len(cards)} of {len(rows)} images are shown, evenly chosen." if len(cards) < len(rows) else ""
-    return page(
+    return render_page(
         "Evidence maps",
         [Section("Images", [gallery], intro=told, foot=few)],
         facts=[
@@ -93,7 +92,7 @@ def explained_page(
         warnings=[f"{len(skipped)} picture(s) could not be read, the first {skipped[0][0]}."]
         if skipped
         else [],
-        **how_made(),
+        **provenance(),
     )
 
 
@@ -138,15 +137,6 @@ def _shot(drawn: Image.Image, values: Tensor, branch: str, what: str, raw: bool)
     return Shot(data_uri(drawn, QUALITY), f"{branch} map of {what}", branch + reach)
 
 
-def disagree(a: Tensor, b: Tensor) -> float:
-    """1 less the correlation of two maps, in [0, 2]; 1 where one of them is constant, 0 where both are."""
-    centred = [x.double().flatten() - x.double().mean() for x in (a, b)]
-    sizes = [float(x.norm()) for x in centred]
-    if min(sizes) <= 1e-12:
-        return float(max(sizes) > 1e-12)
-    return 1 - max(-1.0, min(1.0, float(centred[0] @ centred[1]) / (sizes[0] * sizes[1])))
-
-
 def evenly(count: int, most: int) -> list[int]:
     """At most `most` of `count` indices, at even distances."""
     return list(range(count)) if count <= most else [i * count // most for i in range(most)]
@@ -159,89 +149,3 @@ def seen_by(net: DualBranch, picture: Image.Image) -> Image.Image:
 
 
 # ------------------------------------------------------------------------------------------------- the demo
-
-
-def demo_page(
-    table: Mapping[str, Any], figures: Mapping[str, Path], net: DualBranch, samples: Samples
-) -> str:
-    """The demo's numbers, its figures, and the maps of some test pictures by both heads."""
-    places = Table(
-        ("map from", "weights", "mean IoU", "threshold"),
-        [
-            (row["branch"], [row["clamp"], Number(row["iou"], digits=3), Number(row["threshold"])])
-            for row in table["maps"]
-        ],
-        foot="Of the thresholded map with the object's mask, at the threshold that was best on other images.",
-    )
-    presence = Table(
-        ("score of the best class", "above 0.5 with a bird, %", "above 0.5 without, %", "AUROC"),
-        [
-            (
-                row["score"],
-                [
-                    Number(100 * row["above_half_with_bird"], digits=1),
-                    Number(100 * row["above_half_without"], digits=1),
-                    Number(row["auroc"], digits=3),
-                ],
-            )
-            for row in table["nothing_there"]
-        ],
-        foot="AUROC: the chance that a picture with a bird scores higher than a scene without one.",
-    )
-    captions = {
-        "distortions": "The softmax head shifted in two ways that no probability can tell; the sigmoid "
-        "branch has no such freedom.",
-        "maps": "Input, the object's mask, and the same method on both heads.",
-    }
-    drawn = []
-    for name, path in figures.items():
-        with Image.open(path) as picture:
-            drawn.append(Figure(Shot(data_uri(picture, 88), f"figure: {captions[name]}", captions[name])))
-    return page(
-        "sigcam demo",
-        [
-            Section("Where is it?", [places]),
-            Section("Is it there at all?", [presence]),
-            Section("Figures", drawn),
-            Section(
-                "Maps of test pictures",
-                [Gallery([_both_heads(net, sample, samples.classes) for sample in samples], "class")],
-                intro="Grad-CAM of the predicted class, from the softmax head and from the sigmoid branch.",
-            ),
-        ],
-        lead="Synthetic birds: a linear head is trained on the frozen embedded network, a sigmoid branch is "
-        "fitted beside it, and both are asked where the bird is, and whether there is one.",
-        facts=[
-            ("accuracy before and after", f"{table['accuracy_before']:.1%}, {table['accuracy_after']:.1%}"),
-            ("predictions changed", str(table["predictions_changed"])),
-            ("weights unchanged", "yes" if table["weights_unchanged"] else "no"),
-            ("seconds to fit the branch", str(table["fit_seconds"])),
-            ("maps per second", str(table["maps_per_second"])),
-        ],
-        **how_made(),
-    )
-
-
-def _both_heads(net: DualBranch, sample: Sample, classes: Sequence[str]) -> Card:
-    """One picture with the maps of both heads."""
-    picture = sample.open()
-    branches: tuple[Branch, Branch] = ("softmax", "sigmoid")
-    found = [explain(net, [picture], branch=branch) for branch in branches]
-    name, label = found[0].name(int(found[0].classes[0])), classes[sample.label or 0]
-    probability, evidence = float(found[0].probability[0]), float(found[1].evidence[0])
-    top = found[1].rows()[0]["top"]
-    return Card(
-        label,
-        [
-            Shot(data_uri(ex.overlay(boxes=0.2)[0], QUALITY), f"{ex.branch} map of {name}", ex.branch)
-            for ex in found
-        ],
-        group=label,
-        keys={
-            "probability": probability,
-            "evidence": evidence,
-            "disagreement of the heads' maps": disagree(found[0].maps[0], found[1].maps[0]),
-        },
-        scores=[(each["class_name"], each["probability"], each["evidence"]) for each in top],
-        notes=[] if name == label else [f"taken for {name}"],
-    )

@@ -43,7 +43,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """Rows of numbers or words under a header, whose first column names the rows."""
 
     header: Sequence[str]
@@ -141,7 +141,7 @@ class Gallery:
 
 
 @dataclass(frozen=True)
-class Notes:
+class NoteList:
     """(name, text) pairs that are unfolded by those who want to know."""
 
     title: str
@@ -149,7 +149,7 @@ class Notes:
     template: ClassVar[str] = "notes.html"
 
 
-Part = Table | Charts | Figure | Gallery | Notes
+Part = ReportTable | Charts | Figure | Gallery | NoteList
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Section:
     command: str = ""
 
 
-def page(
+def render_page(
     title: str,
     sections: Sequence[Section],
     *,
@@ -211,7 +211,7 @@ def can_report() -> bool:
     return find_spec("jinja2") is not None
 
 
-def need_report() -> None:
+def require_report_extra() -> None:
     """DataError before the work begins if no page can be made."""
     if not can_report():
         raise DataError("a report needs the extra `report`: pip install 'sigcam[report]'.")
@@ -219,7 +219,7 @@ def need_report() -> None:
 
 @cache
 def _templates() -> Any:
-    need_report()
+    require_report_extra()
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     return Environment(

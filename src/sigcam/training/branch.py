@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from sigcam.core.config import FitConfig
-from sigcam.core.distributed import from_first, gathered
+from sigcam.core.distributed import all_gather, broadcast_first
 from sigcam.core.errors import DataError
-from sigcam.data.labels import check_labels, match_classes, pos_weights, positives_of
-from sigcam.data.readers.folder import pictures
+from sigcam.data.images import images_from_paths
+from sigcam.data.labels import match_classes
 from sigcam.data.sample import Samples
 from sigcam.metrics.classification import Quality
-from sigcam.network.dual import DualBranch, fingerprint
+from sigcam.models.state_dict import fingerprint
+from sigcam.network.dual import DualBranch
 from sigcam.training.features import (
     Data,
     Features,
@@ -28,13 +29,14 @@ from sigcam.training.features import (
     Transform,
     as_samples,
     batches_of,
-    checked,
+    check_batch,
     extract,
     linear_layer,
     seeded,
 )
 from sigcam.training.logistic import Rows
-from sigcam.training.recipes import Outcome, Table, solve_head, train_cached, train_fresh
+from sigcam.training.loss import check_labels, pos_weights, positives_of
+from sigcam.training.recipes import TrainingTable, TrainOutcome, solve_head, train_cached, train_fresh
 
 log = logging.getLogger("sigcam")
 MOST_HELD = 10_000  # images that quality is measured on, at most
@@ -112,7 +114,7 @@ def fit(
         how: Any = {"transform": transform, "cache": root, "progress": progress}
         found = extract(net, data, config, **how)
         none = None if negatives is None else extract(net, _none(negatives), config, labelled=False, **how)
-        if none is not None and not sum(gathered(len(none))):
+        if none is not None and not sum(all_gather(len(none))):
             raise DataError(
                 f"none of the images without a class could be read, the first: {none.skipped[0][1]}"
             )
@@ -144,7 +146,7 @@ def _fit_fresh(
             raise DataError("fitting needs labelled samples.")
         parts = [torch.tensor([sample.label for sample in data], dtype=torch.int64)] if len(data) else []
     else:
-        parts = [checked(item, net.classes)[1] for item in batches_of(data, config)]
+        parts = [check_batch(item, net.classes)[1] for item in batches_of(data, config)]
     labels = torch.cat(parts) if parts else torch.empty(0)
     _check(labels, net.classes, ())
     weights = pos_weights(config.pos_weight, positives_of(labels, net.classes), len(labels))
@@ -196,12 +198,12 @@ def check_config(config: FitConfig, *, linear: bool | None, negatives: bool) -> 
 
 def _none(negatives: Data | Features | str | Path) -> Data | Features:
     """A folder of pictures as samples; anything else as it is."""
-    return pictures([negatives]) if isinstance(negatives, str | Path) else negatives
+    return images_from_paths([negatives]) if isinstance(negatives, str | Path) else negatives
 
 
 def _all_labels(found: Features) -> Tensor:
     """Labels, (B,) or (B, C), of the images of all processes, in the data's order."""
-    parts = gathered((found.placed(), found.labels))
+    parts = all_gather((found.placed(), found.labels))
     index, labels = (torch.cat([part[i] for part in parts]) for i in (0, 1))
     return labels[index.argsort()]
 
@@ -233,11 +235,11 @@ def _counts(labels: Tensor, classes: int) -> tuple[int, ...]:
 
 def _table(
     net: DualBranch, found: Features, none: Features | None, everyone: Tensor, config: FitConfig
-) -> Table:
+) -> TrainingTable:
     """This process's rows: every view of its images, then every view of what shows none of the classes."""
     place, views = found.placed(), len(found.views)
     labels = found.labels[:, None] if net.classes == 1 and found.labels.ndim == 1 else found.labels
-    everywhere = torch.cat(gathered(place)).sort().values  # unreadable images have no targets
+    everywhere = torch.cat(all_gather(place)).sort().values  # unreadable images have no targets
     held = torch.zeros(int(everywhere[-1]) + 1, dtype=torch.bool)
     held[everywhere[_held_out(everyone, config)]] = True
     mine = held[place]
@@ -264,7 +266,7 @@ def _table(
         for i in range(6)
     ]
     features, marks, counts, held_rows, judged, order = joined
-    return Table(Rows(features, marks, counts), held_rows, judged, order)
+    return TrainingTable(Rows(features, marks, counts), held_rows, judged, order)
 
 
 def _held_out(labels: Tensor, config: FitConfig) -> Tensor:
@@ -288,14 +290,14 @@ def _put_in(
     net: DualBranch,
     data: Data | Features,
     config: FitConfig,
-    outcome: Outcome,
+    outcome: TrainOutcome,
     labels: Tensor,
     weights: Tensor,
     skipped: Skips,
     seconds: dict[str, float],
 ) -> FitResult:
     """Puts the trained head into the network, all at once, and says what was done."""
-    state = {name: from_first(tensor) for name, tensor in outcome.head.state_dict().items()}
+    state = {name: broadcast_first(tensor) for name, tensor in outcome.head.state_dict().items()}
     net.sigmoid.load_state_dict(state)
     if config.calibrate:
         bias = net.last_layer("sigmoid").get_parameter("bias")

@@ -23,16 +23,17 @@ from torch import Tensor, nn
 
 from sigcam.core.config import TrainConfig
 from sigcam.core.errors import DataError, ModelError
-from sigcam.data.loader import Batch, collect
+from sigcam.data.loader import Batch, load_batches
 from sigcam.data.sample import Samples
-from sigcam.models.classifier import Classifier, Preprocess
-from sigcam.network.dual import fingerprint
+from sigcam.models.classifier import Classifier
+from sigcam.models.preprocess import Preprocess
+from sigcam.models.state_dict import fingerprint
 from sigcam.network.split import find_split
 from sigcam.network.trace import chunks, logits_of
 from sigcam.training.features import Progress
 from sigcam.training.recipes import Augmented
 
-EPOCHS = 10
+CLASSIFIER_EPOCHS = 10
 VIEW = "sigcam view"  # where a picture carries the seed of its random crop
 
 
@@ -77,8 +78,8 @@ def train_classifier(
         checkpoint: a file that is written whole after each epoch, and gone on from if it is there.
         after_epoch: called with what is known so far.
     """
-    config = checked(config or TrainConfig())
-    model, epochs = classifier.model, config.epochs or EPOCHS
+    config = check_train_config(config or TrainConfig())
+    model, epochs = classifier.model, config.epochs or CLASSIFIER_EPOCHS
     trained = _trained_names(model, config)
     identity = _identity(classifier, samples, config) if checkpoint else {}
     held = _read_checkpoint(checkpoint, identity, epochs) if checkpoint else None
@@ -267,7 +268,7 @@ def _views(
         for i in order
     )
     spawn = device.type == "cuda"
-    return collect(
+    return load_batches(
         Samples(mixed, samples.classes),
         view,
         batch_size=config.batch_size,
@@ -329,7 +330,7 @@ def _accuracy(
     """The share of right answers on pictures as they are; None if none could be read."""
     device, right, seen, done = next(classifier.model.parameters()).device, 0, 0, 0
     spawn = device.type == "cuda"
-    for batch in collect(
+    for batch in load_batches(
         samples, classifier.transform, batch_size=config.batch_size, workers=config.workers, spawn=spawn
     ):
         if len(batch.images) and batch.labels is not None:
@@ -346,7 +347,7 @@ def _accuracy(
 # ------------------------------------------------------------------------------------ checks and checkpoints
 
 
-def checked(config: TrainConfig) -> TrainConfig:
+def check_train_config(config: TrainConfig) -> TrainConfig:
     """The settings; DataError for a number that cannot be."""
     least = {"epochs": 1, "decay_every": 1, "batch_size": 1, "workers": 0, "weight_decay": 0, "seed": 0}
     for name, low in least.items():

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from sigcam.core.errors import DataError
-from sigcam.core.manifest import stamp
+from sigcam.core.files import file_stamp, write_atomic
 from sigcam.data.sample import Sample, Samples
-from sigcam.models.state_dict import write_whole
 
-CHUNK = 64  # rows: what is lost in a kill, and one pass of the backbone
+IMAGES_PER_CHUNK = 64  # rows: what is lost in a kill, and one pass of the backbone
 SUM = 16  # bytes of a checksum
 SPARE = 2**26  # bytes to leave free on a disk
 Precision = Literal["float16", "bfloat16"]
@@ -42,7 +41,7 @@ def default_folder() -> Path:
 
 
 @dataclass(frozen=True)
-class Store:
+class FeatureStore:
     """Features of all images of one view, (images, *shape), some of them perhaps still to be computed."""
 
     folder: Path
@@ -64,7 +63,7 @@ class Store:
     @property
     def chunks(self) -> int:
         """How many chunks there are."""
-        return -(-len(self.samples) // CHUNK)
+        return -(-len(self.samples) // IMAGES_PER_CHUNK)
 
     def is_there(self) -> bool:
         """Whether its space is taken; what is in it may be missing."""
@@ -77,7 +76,7 @@ class Store:
             self.folder.mkdir(parents=True, exist_ok=True)
             about = self.folder / "about.json"
             if not about.is_file():
-                write_whole(about, json.dumps(self.facts, indent=1).encode())
+                write_atomic(about, json.dumps(self.facts, indent=1).encode())
             for name, wanted in (("features.bin", self.size), ("sums.bin", self.chunks * SUM)):
                 _reserve(self.folder / name, wanted)
         except OSError as error:
@@ -88,7 +87,7 @@ class Store:
 
     def rows(self, chunk: int) -> range:
         """Which images a chunk holds."""
-        return range(chunk * CHUNK, min((chunk + 1) * CHUNK, len(self.samples)))
+        return range(chunk * IMAGES_PER_CHUNK, min((chunk + 1) * IMAGES_PER_CHUNK, len(self.samples)))
 
     def read(self) -> Tensor:
         """(images, width), a view of the file."""
@@ -133,14 +132,20 @@ class Store:
 
 def find_store(
     root: Path, samples: Samples, shape: tuple[int, ...], precision: Precision, facts: dict[str, Any]
-) -> Store:
+) -> FeatureStore:
     """The store for these samples and facts, which may not be there yet; `facts` is all that shapes features
     besides the pictures."""
-    facts = {**facts, "shape": list(shape), "precision": precision, "images": len(samples), "chunk": CHUNK}
+    facts = {
+        **facts,
+        "shape": list(shape),
+        "precision": precision,
+        "images": len(samples),
+        "chunk": IMAGES_PER_CHUNK,
+    }
     key = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12)
     for sample in samples:
         key.update(f"{sample.id}\0".encode())
-    return Store(root / key.hexdigest(), samples, shape, precision, facts)
+    return FeatureStore(root / key.hexdigest(), samples, shape, precision, facts)
 
 
 def check_space(root: Path, needed: int) -> None:
@@ -155,7 +160,7 @@ def check_space(root: Path, needed: int) -> None:
 
 
 @dataclass(frozen=True)
-class Held:
+class CacheEntry:
     """One cache on disk, for listing."""
 
     folder: Path
@@ -164,9 +169,9 @@ class Held:
     used: float  # when, in seconds since 1970
 
 
-def caches(root: Path) -> list[Held]:
+def list_caches(root: Path) -> list[CacheEntry]:
     """What is in the cache folder, the latest used first."""
-    found = list[Held]()
+    found = list[CacheEntry]()
     for about in root.glob("*/about.json"):
         folder = about.parent
         if not re.fullmatch("[0-9a-f]{24}", folder.name) or not (folder / "sums.bin").is_file():
@@ -177,14 +182,16 @@ def caches(root: Path) -> list[Held]:
         except (OSError, ValueError):
             facts, files = {}, []
         found.append(
-            Held(folder, facts, sum(f.st_size for f in files), max((f.st_mtime for f in files), default=0))
+            CacheEntry(
+                folder, facts, sum(f.st_size for f in files), max((f.st_mtime for f in files), default=0)
+            )
         )
     return sorted(found, key=lambda held: -held.used)
 
 
-def clear(root: Path, names: Iterable[str] = ()) -> list[Held]:
+def clear_caches(root: Path, names: Iterable[str] = ()) -> list[CacheEntry]:
     """Removes the caches named, or all; nothing else that may be in the folder."""
-    held, wanted = caches(root), list(names)
+    held, wanted = list_caches(root), list(names)
     known = {each.folder.name: each for each in held}
     strange = [name for name in wanted if name not in known]
     if strange:
@@ -204,7 +211,7 @@ def _bytes(rows: Tensor) -> Any:
 
 def _stamp(sample: Sample) -> str:
     """What tells a picture from a later one of that name."""
-    return f"{sample.id}\0{stamp(sample.path) if sample.path else ''}"
+    return f"{sample.id}\0{file_stamp(sample.path) if sample.path else ''}"
 
 
 def _reserve(path: Path, size: int) -> None:

@@ -16,16 +16,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from sigcam.core.config import FitConfig
-from sigcam.core.distributed import gathered, mine, rank, wait, world
+from sigcam.core.distributed import all_gather, barrier, local_batches, rank, world_size
 from sigcam.core.errors import AttachError, DataError
-from sigcam.data.labels import as_targets, check_labels, match_classes
-from sigcam.data.loader import collect
+from sigcam.data.labels import match_classes
+from sigcam.data.loader import load_batches
 from sigcam.data.sample import Sample, Samples
-from sigcam.models.classifier import Preprocess
-from sigcam.network.dual import DualBranch, fingerprint, gap_weight
+from sigcam.models.preprocess import Preprocess
+from sigcam.models.state_dict import fingerprint
+from sigcam.network.dual import DualBranch, linear_weight
 from sigcam.network.optimize import optimized
 from sigcam.network.trace import chunks
-from sigcam.training.feature_cache import CHUNK, DTYPES, Store, check_space, find_store
+from sigcam.training.feature_cache import DTYPES, IMAGES_PER_CHUNK, FeatureStore, check_space, find_store
+from sigcam.training.loss import as_targets, check_labels
 
 log = logging.getLogger("sigcam")
 Progress = Callable[[str, int, int], None]  # stage, done, total (0: unknown)
@@ -90,13 +92,13 @@ def extract(
                 raise DataError("fitting needs labelled samples.")
             labels = torch.tensor([sample.label for sample in data], dtype=torch.int64)
             check_labels(labels, net.classes)
-        reader = _Reader(quicker(net), data, config, transform, linear, stage, progress)
+        reader = _Reader(faster_copy(net), data, config, transform, linear, stage, progress)
         found = reader.read(cache)
         found = replace(found, labels=labels[found.placed()])
     else:
         if not hasattr(data, "__getitem__") and not hasattr(data, "__iter__"):
             raise DataError(f"fit takes Samples, a torch Dataset or a DataLoader, not {type(data).__name__}.")
-        found = _from_batches(quicker(net), data, config, linear, progress, stage, labelled)
+        found = _from_batches(faster_copy(net), data, config, linear, progress, stage, labelled)
     return replace(found, seconds={**found.seconds, stage: time.perf_counter() - began})
 
 
@@ -113,7 +115,7 @@ def linear_layer(net: DualBranch) -> nn.Module | None:
     """The branch's one layer, if its logits are that layer's weight times `pooled` (or the mean over the grid
     of it) plus a bias; None for any other head."""
     head, layer = net.sigmoid, net.last_layer("sigmoid")
-    found, shape = gap_weight(layer), tuple(_example_pooled(net).shape[1:])
+    found, shape = linear_weight(layer), tuple(_example_pooled(net).shape[1:])
     if len(head.copies) > 1 or found is None or len(shape) not in (1, 3):
         return None
     weight, bias = (part.detach().double() for part in found)
@@ -129,7 +131,7 @@ def linear_layer(net: DualBranch) -> nn.Module | None:
     return layer if bool((logits - expected).abs().max() <= close * scale) else None
 
 
-def quicker(net: DualBranch) -> DualBranch:
+def faster_copy(net: DualBranch) -> DualBranch:
     """The network around a faster copy of its model, where a CPU runs it: what is lost is less than the
     rounding of the cache."""
     if net.device.type != "cpu" or net.model is not net.origin or net.example is None:
@@ -162,7 +164,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 @torch.no_grad()
-def pooled_of(net: DualBranch, images: Tensor, config: FitConfig, *, linear: bool, who: str) -> Tensor:
+def compute_pooled(net: DualBranch, images: Tensor, config: FitConfig, *, linear: bool, who: str) -> Tensor:
     """What enters the head for (B, 3, H, W) images, in the precision of the cache, on the CPU."""
     dtype = next(net.model.parameters()).dtype if images.is_floating_point() else images.dtype
     images = images.to(net.device, dtype, non_blocking=True)
@@ -190,7 +192,7 @@ class _InMemory:
         return list(chunks)
 
     def write(self, chunk: int, rows: Tensor) -> None:
-        self.features[chunk * CHUNK :][: len(rows)] = rows.flatten(1)
+        self.features[chunk * IMAGES_PER_CHUNK :][: len(rows)] = rows.flatten(1)
 
     def read(self) -> Tensor:
         return self.features
@@ -214,11 +216,11 @@ class _Reader:
             return Features((torch.empty(0),) * self.config.views, torch.empty(0))
         shape = tuple(reduced(_example_pooled(self.net), self.linear).shape[1:])
         stores = self._stores(cache, shape)
-        own = list(mine(-(-len(self.samples) // CHUNK)))
+        own = list(local_batches(-(-len(self.samples) // IMAGES_PER_CHUNK)))
         missing = [set(store.missing(own)) | self._readable_again(store, own) for store in stores]
         skipped = self._fill(stores, shape, own, missing)
         index = torch.tensor([i for chunk in own for i in self._rows(chunk)], dtype=torch.int64)
-        views = [store.read() if world() == 1 else store.read()[index] for store in stores]
+        views = [store.read() if world_size() == 1 else store.read()[index] for store in stores]
         unread = torch.stack([view[:, 0].isnan() for view in views]).any(0)
         if bool(unread.any()):
             known = {name for name, _ in skipped}
@@ -226,7 +228,7 @@ class _Reader:
             reasons = [_unreadable(sample) for sample in again if sample.id not in known]
             skipped += [(name, why or f"{name} cannot always be read.") for name, why in reasons]
             index, views = index[~unread], [view[~unread] for view in views]
-        parts = gathered(skipped)
+        parts = all_gather(skipped)
         place = {sample.id: i for i, sample in enumerate(self.samples)} if any(parts) else {}
         everyone = sorted((pair for part in parts for pair in part), key=lambda pair: place[pair[0]])
         return Features(
@@ -234,17 +236,19 @@ class _Reader:
         )
 
     def _rows(self, chunk: int) -> range:
-        return range(chunk * CHUNK, min((chunk + 1) * CHUNK, len(self.samples)))
+        return range(chunk * IMAGES_PER_CHUNK, min((chunk + 1) * IMAGES_PER_CHUNK, len(self.samples)))
 
-    def _readable_again(self, store: Store | _InMemory, own: list[int]) -> set[int]:
+    def _readable_again(self, store: FeatureStore | _InMemory, own: list[int]) -> set[int]:
         """Chunks with a picture that could not be read when they were made, and now can."""
         if isinstance(store, _InMemory):
             return set()
         unread = store.read()[:, 0].isnan().nonzero()[:, 0].tolist()
-        mine, found = set(own), set[int]()
+        local_batches, found = set(own), set[int]()
         for i in unread:
-            if i // CHUNK in mine - found and not isinstance(_unreadable(self.samples[i])[1], str):
-                found.add(i // CHUNK)
+            if i // IMAGES_PER_CHUNK in local_batches - found and not isinstance(
+                _unreadable(self.samples[i])[1], str
+            ):
+                found.add(i // IMAGES_PER_CHUNK)
         return found
 
     def _fill(
@@ -259,26 +263,30 @@ class _Reader:
             self.progress(self.stage, done, total)
         some = Samples(tuple(samples[i] for chunk in todo for i in self._rows(chunk)), samples.classes)
         apart = self.net.device.type == "cuda"
-        batches = collect(some, self.transform, batch_size=CHUNK, workers=config.workers, spawn=apart)
+        batches = load_batches(
+            some, self.transform, batch_size=IMAGES_PER_CHUNK, workers=config.workers, spawn=apart
+        )
         skipped = list[tuple[str, str]]()
         for number, (chunk, batch) in enumerate(zip(todo, batches, strict=True)):
             rows = self._rows(chunk)
             who = f"images {samples[rows[0]].id} to {samples[rows[-1]].id}"
-            at = torch.tensor(batch.indices, dtype=torch.int64) - number * CHUNK  # only the last is shorter
+            at = (
+                torch.tensor(batch.indices, dtype=torch.int64) - number * IMAGES_PER_CHUNK
+            )  # only the last is shorter
             skipped += batch.skipped
             for view, store in enumerate(stores):
                 if chunk in missing[view]:
                     made = torch.full((len(rows), *shape), torch.nan, dtype=DTYPES[config.precision])
                     if len(at):  # what could not be read stays NaN
                         images = batch.images.flip(-1) if view else batch.images
-                        made[at] = pooled_of(self.net, images, config, linear=self.linear, who=who)
+                        made[at] = compute_pooled(self.net, images, config, linear=self.linear, who=who)
                     store.write(chunk, made)
             done += len(rows)
             if self.progress:
                 self.progress(self.stage, done, total)
         return skipped
 
-    def _stores(self, cache: Path | None, shape: tuple[int, ...]) -> Sequence[Store | _InMemory]:
+    def _stores(self, cache: Path | None, shape: tuple[int, ...]) -> Sequence[FeatureStore | _InMemory]:
         net, config, views = self.net, self.config, range(self.config.views)
         told = str(self.transform) if isinstance(self.transform, Preprocess) else None
         nameless = any(sample.path is None for sample in self.samples)
@@ -302,10 +310,10 @@ class _Reader:
         ]
         if rank() == 0:
             check_space(cache, sum(store.size for store in stores if not store.is_there()))
-        wait()
+        barrier()
         for store in stores:
             store.create()
-        wait()
+        barrier()
         return stores
 
 
@@ -335,7 +343,7 @@ def _given(net: DualBranch, data: Features, config: FitConfig, linear: bool, lab
         )
     if labelled:
         check_labels(data.labels, net.classes)
-    index = torch.arange(rank(), len(data), world())
+    index = torch.arange(rank(), len(data), world_size())
     views = tuple(view[index].to(DTYPES[config.precision]) for view in data.views[: config.views])
     if any(not bool(torch.isfinite(view).all()) for view in views):
         raise DataError(f"some of the features are not finite in {config.precision}.")
@@ -356,15 +364,15 @@ def _from_batches(
     labels, index, seen = list[Tensor](), list[Tensor](), 0
     total = length_of(data)
     for number, item in enumerate(batches_of(data, config)):
-        images, targets = checked(item, net.classes, labelled=labelled)
+        images, targets = check_batch(item, net.classes, labelled=labelled)
         rows = torch.arange(seen, seen + len(images))
         seen += len(images)
-        if number % world() != rank():
+        if number % world_size() != rank():
             continue
         who = f"images {seen - len(images)} to {seen - 1}"
         for view, kept in enumerate(views):
             flipped = images.flip(-1) if view else images
-            kept.append(pooled_of(net, flipped, config, linear=linear, who=who))
+            kept.append(compute_pooled(net, flipped, config, linear=linear, who=who))
         labels.append(targets)
         index.append(rows)
         if progress:
@@ -373,7 +381,7 @@ def _from_batches(
         return Features((torch.empty(0),) * config.views, torch.empty(0))
     if not labels:
         raise DataError(
-            f"{seen} images in one batch are too few for {world()} processes: use smaller batches."
+            f"{seen} images in one batch are too few for {world_size()} processes: use smaller batches."
         )
     return Features(tuple(torch.cat(view) for view in views), torch.cat(labels), torch.cat(index))
 
@@ -403,7 +411,7 @@ def length_of(data: Any) -> int:
         return 0
 
 
-def checked(item: Any, classes: int, *, labelled: bool = True) -> tuple[Tensor, Tensor]:
+def check_batch(item: Any, classes: int, *, labelled: bool = True) -> tuple[Tensor, Tensor]:
     """One batch of the data as images (B, 3, H, W) and labels, (B,) or (B, C), on the CPU."""
     if not labelled:
         images = item[0] if isinstance(item, tuple | list) else item

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sigcam.core.errors import DataError, ModelError
-from sigcam.data.loader import collect
+from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples
 from sigcam.models.classifier import Classifier
 from sigcam.network.split import find_split
-from sigcam.network.trace import borrowed, chunks
+from sigcam.network.trace import chunks, eval_mode
 from sigcam.training.features import Progress
 
 log = logging.getLogger("sigcam")
@@ -100,12 +100,12 @@ def _features(
         rows.append(entered.mean((2, 3)) if entered.ndim == 4 else entered)
 
     done = 0
-    for batch in collect(samples, classifier.transform, batch_size=batch_size, workers=workers):
+    for batch in load_batches(samples, classifier.transform, batch_size=batch_size, workers=workers):
         skipped += batch.skipped
         if batch.labels is None:
             raise DataError("training a classifier needs labelled samples.")
         if len(batch.images):
-            with borrowed(classifier.model) as handles:
+            with eval_mode(classifier.model) as handles:
                 handles.append(layer.register_forward_pre_hook(keep))
                 for images in chunks(batch.images.to(device)):
                     classifier.model(images)

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sigcam.core.distributed import from_first, gathered, summed
+from sigcam.core.distributed import all_gather, all_reduce_sum, broadcast_first
 from sigcam.core.errors import DataError
 
-TOLERANCE = 1e-6  # of weights: the gradient's norm is at most 2 l2 times this
+SOLVER_TOLERANCE = 1e-6  # of weights: the gradient's norm is at most 2 l2 times this
 STEPS, DIRECTIONS = 100, 40  # Newton steps; conjugate gradients per step
 WIDEST = 4096  # channels up to which the covariance is decomposed; above, its diagonal has to do
 BIAS_PENALTY = 1e-8  # gives a class without any image a minimum
-CHUNK = 8192  # rows converted at a time
+ROWS_PER_CHUNK = 8192  # rows converted at a time
 MEMORY = 2**31  # bytes for what is kept per image and class; more classes are solved one block after another
 
 
@@ -91,7 +91,7 @@ def find_axes(rows: Rows, *, intercept: bool = True) -> Axes:
         weights = rows.weights[at].double()
         sums[:-1] += weights @ rows.features[at].double()
         sums[-1] += weights.sum()
-    sums = summed(sums)
+    sums = all_reduce_sum(sums)
     total = float(sums[-1])
     mean = sums[:-1] / total if intercept else torch.zeros_like(sums[:-1])
     full = width <= WIDEST
@@ -100,11 +100,11 @@ def find_axes(rows: Rows, *, intercept: bool = True) -> Axes:
         centred = rows.features[at].double() - mean
         weighted = centred * rows.weights[at].double()[:, None]
         spread += centred.T @ weighted if full else (centred * weighted).sum(0)
-    spread = summed(spread) / total
+    spread = all_reduce_sum(spread) / total
     if not full:
         return Axes(mean, None, spread)
     variances, axes = torch.linalg.eigh(spread)
-    return Axes(mean, from_first(axes), from_first(variances).clamp(min=0))
+    return Axes(mean, broadcast_first(axes), broadcast_first(variances).clamp(min=0))
 
 
 def solve(
@@ -117,7 +117,7 @@ def solve(
     prior: Tensor | None = None,
     intercept: bool = True,
     start: Solution | None = None,
-    tolerance: float = TOLERANCE,
+    tolerance: float = SOLVER_TOLERANCE,
     progress: Callable[[int, int], None] | None = None,
 ) -> Solution:
     """The minimum over w, b of, for each class, the mean over images of its weighted binary cross-entropy
@@ -131,7 +131,7 @@ def solve(
         tolerance: how far a weight may be from the minimum.
         progress: called with (classes done, C).
     """
-    most = max(gathered(len(rows)))
+    most = max(all_gather(len(rows)))
     block = max(1, min(classes, MEMORY // max(1, most * 24)))
     found = list[Solution]()
     for ids in torch.arange(classes, device=rows.features.device).split(block):
@@ -150,7 +150,7 @@ def solve(
 
 
 def _parts(rows: Rows) -> Iterator[slice]:
-    return (slice(i, i + CHUNK) for i in range(0, len(rows), CHUNK))
+    return (slice(i, i + ROWS_PER_CHUNK) for i in range(0, len(rows), ROWS_PER_CHUNK))
 
 
 def _centred(start: Solution | None, axes: Axes, ids: Tensor) -> Tensor | None:
@@ -185,7 +185,7 @@ def _solve_block(
     design = _Design(rows, axes)
     targets, pos = rows.targets(ids), pos_weight[ids].double()
     scale = rows.weights.double()[:, None]  # (n, 1)
-    scale = scale / summed(scale.sum())
+    scale = scale / all_reduce_sum(scale.sum())
     z = design.logits(v)  # (n, K) float64
     losses = list[float]()
     left = torch.arange(len(ids), device=device)  # classes that are not at their minimum yet
@@ -195,7 +195,7 @@ def _solve_block(
         value[left] = here.value()
         losses.append(float(value.mean()))
         slope, bend = here.derivatives()
-        gradient = summed(design.back(slope)) + 2 * penalty * here.off
+        gradient = all_reduce_sum(design.back(slope)) + 2 * penalty * here.off
         norms[left] = gradient.norm(dim=1)
         going = norms[left] > tolerance
         if not bool(going.any()):
@@ -261,7 +261,7 @@ class _Here(NamedTuple):
         yes = self.y.bool()
         weight = torch.where(yes, self.pos, 1.0) * self.scale
         loss = (weight * F.softplus(torch.where(yes, -self.z, self.z))).sum(0)
-        return summed(loss) + (self.penalty * self.off**2).sum(1)
+        return all_reduce_sum(loss) + (self.penalty * self.off**2).sum(1)
 
     def derivatives(self) -> tuple[Tensor, Tensor]:
         """First, and in float32 second, derivatives (n, K) of the loss by the logits."""
@@ -289,7 +289,7 @@ def _line_search(here: _Here, step: Tensor, change: Tensor, now: Tensor, slope: 
 def _direction(design: _Design, gradient: Tensor, bend: Tensor, penalty: Tensor) -> Tensor:
     """-H^-1 gradient (K, N + 1), as exactly as the gradient is small: conjugate gradients, each class its
     own."""
-    axes, curvature = design.axes, summed(bend.sum(0))  # (K,)
+    axes, curvature = design.axes, all_reduce_sum(bend.sum(0))  # (K,)
     soft = 2 * penalty.float()
     total = curvature[:, None] * axes.variances.float() + soft[:-1]
     turn = None if axes.axes is None else axes.axes.float()
@@ -299,7 +299,7 @@ def _direction(design: _Design, gradient: Tensor, bend: Tensor, penalty: Tensor)
         return torch.cat([body, r[:, -1:] / (curvature[:, None] + soft[-1])], 1)
 
     def product(d: Tensor) -> Tensor:
-        return summed(design.back(bend * design.logits(d))) + soft * d
+        return all_reduce_sum(design.back(bend * design.logits(d))) + soft * d
 
     size = gradient.norm(dim=1, keepdim=True).clamp(min=1e-300)
     r = -(gradient / size).float()  # float32 has no room for gradients of 1e-10

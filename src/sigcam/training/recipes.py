@@ -18,29 +18,37 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sigcam.core.config import FitConfig
-from sigcam.core.distributed import gathered, world
+from sigcam.core.distributed import all_gather, world_size
 from sigcam.core.errors import DataError
-from sigcam.data.labels import as_targets, balanced_bce
-from sigcam.data.loader import collect
+from sigcam.core.files import write_atomic
+from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples
 from sigcam.metrics.classification import Quality, average_precision, both_ways, quality_of
-from sigcam.models.classifier import Preprocess
-from sigcam.models.state_dict import write_whole
-from sigcam.network.dual import DualBranch, gap_weight
+from sigcam.models.preprocess import Preprocess
+from sigcam.network.dual import DualBranch, linear_weight
 from sigcam.network.sigmoid_head import SigmoidHead
 from sigcam.network.trace import chunks
-from sigcam.training.features import Data, Progress, Transform, batches_of, checked, length_of, linear_layer
+from sigcam.training.features import (
+    Data,
+    Progress,
+    Transform,
+    batches_of,
+    check_batch,
+    length_of,
+    linear_layer,
+)
 from sigcam.training.logistic import Rows, Solution, chosen_penalty, find_axes, solve
+from sigcam.training.loss import as_targets, balanced_bce
 
 STRENGTHS = (1.0, 0.1, 0.01, 0.001)  # of the penalty, the strongest first
 ROUGH = 1e-3  # gradient left in weights that only serve to choose a strength
 UNSEARCHED = 0.1  # where no image can be held out to choose by
-EPOCHS, CACHED_EPOCHS, PATIENCE, LR = 10, 30, 5, 1e-3
+EPOCHS, CACHED_EPOCHS, PATIENCE_EPOCHS, LR = 10, 30, 5, 1e-3
 RESIZED = 256 / 224  # what crops are taken from, times the input's size (PROTOCOL 3)
 
 
 @dataclass(frozen=True)
-class Table:
+class TrainingTable:
     """Features of this process, all views one after another, then images without any of the classes.
 
     Args:
@@ -60,12 +68,12 @@ class Table:
         """Logits and targets (B, C) of the held-out images of all processes, on the CPU."""
         some = self.rows.some(self.judged)
         pair = logits(some.features).double().cpu(), some.targets(torch.arange(classes)).cpu()
-        parts = [pair] if self.whole else gathered(pair)
+        parts = [pair] if self.whole else all_gather(pair)
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainOutcome:
     """A trained copy of the branch's head, and how it came about."""
 
     head: SigmoidHead
@@ -81,8 +89,8 @@ class Outcome:
 
 
 def solve_head(
-    net: DualBranch, table: Table, weights: Tensor, config: FitConfig, progress: Progress | None
-) -> Outcome:
+    net: DualBranch, table: TrainingTable, weights: Tensor, config: FitConfig, progress: Progress | None
+) -> TrainOutcome:
     """The one minimum of a linear head's loss and penalty."""
     layer = linear_layer(net)
     assert layer is not None
@@ -95,7 +103,7 @@ def solve_head(
     }
     began = time.perf_counter()
     axes = find_axes(table.rows, intercept=own)
-    train, tested = table.rows.some(~table.held), bool(sum(gathered(int(table.judged.sum()))))
+    train, tested = table.rows.some(~table.held), bool(sum(all_gather(int(table.judged.sum()))))
     scores, tried, found = list[tuple[float, Tensor]](), dict[float, Solution](), None
     strengths = STRENGTHS if config.l2 == "auto" else (float(config.l2),)
     l2 = UNSEARCHED if config.l2 == "auto" else float(config.l2)
@@ -127,7 +135,7 @@ def solve_head(
             place.get_parameter("bias").copy_(final.bias)
     ended = time.perf_counter()
     kept = tuple((strength, float(each.nanmean())) for strength, each in scores)
-    return Outcome(
+    return TrainOutcome(
         head,
         (*(tried[l2].losses if l2 in tried else ()), *final.losses),
         l2,
@@ -152,7 +160,7 @@ def _falling(scores: list[tuple[float, Tensor]]) -> bool:
 @torch.no_grad()
 def _softmax_prior(net: DualBranch) -> Tensor:
     """(C, N) the softmax head's weights, their mean over classes taken off: what its probabilities fix."""
-    found = gap_weight(net.last_layer("softmax"))
+    found = linear_weight(net.last_layer("softmax"))
     if found is None or net.classes == 1:
         raise DataError("prior='softmax' needs a softmax head that is one linear layer: use prior='zero'.")
     weight = found[0].double()
@@ -163,8 +171,8 @@ def _softmax_prior(net: DualBranch) -> Tensor:
 
 
 def train_cached(
-    net: DualBranch, table: Table, weights: Tensor, config: FitConfig, progress: Progress | None
-) -> Outcome:
+    net: DualBranch, table: TrainingTable, weights: Tensor, config: FitConfig, progress: Progress | None
+) -> TrainOutcome:
     """Adam over the features, until the held-out loss no longer falls; the best epoch's head."""
     began = time.perf_counter()
     table = _joined(table)
@@ -188,24 +196,24 @@ def train_cached(
             if loss < best:
                 best, state = loss, copy.deepcopy(head.head.state_dict())
         if progress:
-            progress("training", epochs if since >= PATIENCE else epoch + 1, epochs)
-        if since >= PATIENCE:
+            progress("training", epochs if since >= PATIENCE_EPOCHS else epoch + 1, epochs)
+        if since >= PATIENCE_EPOCHS:
             break
     quality = None
     if tested:
         head.head.load_state_dict(state)
         quality = quality_of(*table.scored(head.logits, net.classes), weights)
     seconds = {"training": time.perf_counter() - began}
-    return Outcome(head.head, tuple(losses), penalty, quality=quality, seconds=seconds)
+    return TrainOutcome(head.head, tuple(losses), penalty, quality=quality, seconds=seconds)
 
 
-def _joined(table: Table) -> Table:
+def _joined(table: TrainingTable) -> TrainingTable:
     """The rows of all processes, on each of them, in one order whatever their number is."""
-    if world() == 1:
+    if world_size() == 1:
         return table
     here, device = table.rows, table.held.device
     rows = Rows(here.features.cpu(), here.labels.cpu(), here.weights.cpu())
-    parts = gathered(Table(rows, table.held.cpu(), table.judged.cpu(), table.order.cpu()))
+    parts = all_gather(TrainingTable(rows, table.held.cpu(), table.judged.cpu(), table.order.cpu()))
     sorting = torch.cat([part.order for part in parts]).argsort()
 
     def join(name: str, of: str = "") -> Tensor:
@@ -213,7 +221,7 @@ def _joined(table: Table) -> Table:
         return joined.to(device)
 
     rows = Rows(*(join(name, "rows") for name in ("features", "labels", "weights")))
-    return Table(rows, join("held"), join("judged"), join("order"), whole=True)
+    return TrainingTable(rows, join("held"), join("judged"), join("order"), whole=True)
 
 
 class _Training:
@@ -269,7 +277,7 @@ class _Training:
         held = io.BytesIO()
         torch.save({**state, "losses": losses, "skipped": skipped}, held)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, held.getvalue())
+        write_atomic(path, held.getvalue())
 
     def resume(self, path: Path) -> tuple[list[float], dict[str, str]]:
         """Goes on from where training stood; its losses and skips so far."""
@@ -312,14 +320,14 @@ def train_fresh(
     transform: Transform | None,
     progress: Progress | None,
     kept: Path | None = None,
-) -> tuple[Outcome, tuple[tuple[str, str], ...]]:
+) -> tuple[TrainOutcome, tuple[tuple[str, str], ...]]:
     """The paper's own training, in which every epoch runs the backbone on augmented images; and (id, reason)
     of pictures that could not be read. A Dataset or DataLoader is expected to augment by itself.
 
     Args:
         kept: file that holds where training stands after each epoch, to go on from; gone in the end.
     """
-    if world() > 1:
+    if world_size() > 1:
         raise DataError(f"recipe {config.recipe} runs in one process: use recipe fast with torchrun.")
     began, epochs, lr = time.perf_counter(), config.epochs or EPOCHS, config.lr or LR
     looking = net.around(_on_batch_statistics(net.model)) if config.batch_norm == "batch" else net
@@ -347,7 +355,7 @@ def train_fresh(
     if kept is not None:
         kept.unlink(missing_ok=True)
     seconds = {"training": time.perf_counter() - began}
-    return Outcome(training.head, tuple(losses), 0.0, seconds=seconds), tuple(skipped.items())
+    return TrainOutcome(training.head, tuple(losses), 0.0, seconds=seconds), tuple(skipped.items())
 
 
 def _fresh(
@@ -356,7 +364,7 @@ def _fresh(
     """Batches of one epoch, in random order; pictures that cannot be read are added to `skipped`."""
     if not isinstance(data, Samples):
         for item in batches_of(data, config, shuffle=True):
-            yield checked(item, net.classes)
+            yield check_batch(item, net.classes)
         return
     transform = transform or net.transform
     if transform is None:
@@ -364,7 +372,7 @@ def _fresh(
     view = Augmented(transform) if isinstance(transform, Preprocess) else transform
     mixed = Samples(tuple(data[i] for i in torch.randperm(len(data)).tolist()), data.classes)
     how: Any = {"spawn": net.device.type == "cuda", "seed": int(torch.randint(2**31, ()))}
-    for batch in collect(mixed, view, batch_size=config.batch_size, workers=config.workers, **how):
+    for batch in load_batches(mixed, view, batch_size=config.batch_size, workers=config.workers, **how):
         skipped.update(batch.skipped)
         if len(batch.images) and batch.labels is not None:
             yield batch.images, batch.labels

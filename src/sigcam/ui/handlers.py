@@ -17,9 +17,12 @@ from sigcam.core.errors import DataError, SigcamError
 from sigcam.data.labels import match_classes
 from sigcam.data.sample import Samples
 from sigcam.network.dual import DualBranch
+from sigcam.ui.fit_job import FitJob, Stopped
 from sigcam.ui.html import boxes_html, links_html, panels_html, progress_html, tops_html
-from sigcam.ui.security import FitJob, Sessions, Shelf, Stopped, admitted
-from sigcam.ui.viewer import Asked, Look, Source, disagreement, sources_of
+from sigcam.ui.security import admitted
+from sigcam.ui.sessions import Sessions, Shelf
+from sigcam.ui.sources import Request, Source, sources_of
+from sigcam.ui.viewer import Viewer, disagreement
 
 log = logging.getLogger("sigcam")
 THRESHOLD = 0.4  # at first: unit maps of the clamped branch seldom reach zero
@@ -66,7 +69,7 @@ class Page:
         best = next((s for s in heads[0] if s.branch == first), heads[0][0])
         beside = heads[1][0] if several else next(s for s in heads[0] if s.branch == "softmax")
         self.chosen = list(dict.fromkeys((best.name, beside.name)))  # ticked at first
-        self.looks: Sessions[Look] = Sessions()
+        self.looks: Sessions[Viewer] = Sessions()
         self.orders: Sessions[list[int]] = Sessions()
         self.stops: Sessions[threading.Event] = Sessions()
         self.job: FitJob | None = None
@@ -84,26 +87,26 @@ class Page:
     ) -> list[Any]:
         """A new picture: its likely class, drawn as the controls say."""
         sources, methods, kind, shared, threshold, delta = controls
-        look = Look(name, picture, list(dict.fromkeys(s.net for s in self.sources.values())))
+        look = Viewer(name, picture, list(dict.fromkeys(s.net for s in self.sources.values())))
         look.threshold, look.delta = float(threshold), float(delta)
         likely = look.likely(self.net)
         look.ask(self._asked([likely], sources, methods, kind, shared))
         self.looks.put(self.key(request), look)
         return [*self._shown(look), [likely]]
 
-    def _asked(self, classes: Any, sources: Any, methods: Any, kind: str, shared: bool) -> Asked:
+    def _asked(self, classes: Any, sources: Any, methods: Any, kind: str, shared: bool) -> Request:
         known = tuple(self.sources[name] for name in sources or () if name in self.sources)
         view: Any = "signed" if kind == "signed" else "evidence"
-        return Asked(tuple(int(k) for k in classes or ()), known, tuple(methods or ()), view, bool(shared))
+        return Request(tuple(int(k) for k in classes or ()), known, tuple(methods or ()), view, bool(shared))
 
-    def _shown(self, look: Look) -> list[Any]:
+    def _shown(self, look: Viewer) -> list[Any]:
         """Panels, boxes, table, and no links."""
         return [panels_html(look), self._boxes(look), self._tops(look), ""]
 
-    def _boxes(self, look: Look) -> str:
+    def _boxes(self, look: Viewer) -> str:
         return boxes_html(look.boxes(), look.threshold)
 
-    def _tops(self, look: Look) -> str:
+    def _tops(self, look: Viewer) -> str:
         fitted = {s.net: s.name.partition(":")[0] for s in self.sources.values()}
         nets = {net: name for name, net in self.nets.items()}
         titles = {net: nets.get(net) or fitted[net] for net in fitted}

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from html import escape
 
 from sigcam.drawing.overlay import gradient
-from sigcam.ui.viewer import Look, Top
+from sigcam.ui.sources import Top
+from sigcam.ui.viewer import Viewer
 
 Boxes = Sequence[tuple[float, float, float, float] | None]
 KINDS = {"npy": "application/octet-stream", "png": "image/png", "json": "application/json"}
 
 
-def panels_html(look: Look) -> str:
+def panels_html(look: Viewer) -> str:
     """The picture and its maps side by side, under the scale that they share."""
     ratio = f"{look.base.width} / {look.base.height}"
     cells = [
@@ -36,11 +37,11 @@ def panels_html(look: Look) -> str:
             f'<img src="{panel.uri}" decoding="sync" alt="map of {escape(what)}"><i class="sc-box"></i></div>'
             f"<figcaption>{'<br>'.join(lines)}</figcaption></figure>"
         )
-    legend = legend_html(look.kind, peaks.pop()) if len(peaks) == 1 else ""
+    legend = panel_legend_html(look.kind, peaks.pop()) if len(peaks) == 1 else ""
     return f'<div class="sc-grid">{"".join(cells)}</div>{legend}'
 
 
-def legend_html(kind: str, peak: float) -> str:
+def panel_legend_html(kind: str, peak: float) -> str:
     """The colours of the scale that all maps in logits share."""
     signed = kind == "signed"
     ends = (f"-{peak:.3g}", "0", f"+{peak:.3g}") if signed else ("0", f"{peak:.3g}")

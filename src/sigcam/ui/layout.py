@@ -9,7 +9,8 @@ import gradio as gr
 
 from sigcam.ui.handlers import ON_A_SHELF, THRESHOLD, Page
 from sigcam.ui.security import IDLE_SECONDS
-from sigcam.ui.viewer import class_choices, methods_of, spread
+from sigcam.ui.sources import available_methods, class_choices
+from sigcam.ui.viewer import spread
 
 VIEWS = [("evidence for the class", "evidence"), ("signed: for and against, in logits", "signed")]
 SCALES = [("one for all maps", True), ("each map its own", False)]
@@ -21,7 +22,7 @@ SHIFT = (
 NO_SHIFT = "This head is not global average + linear with several classes, so it is not shifted here."
 
 
-def build(page: Page) -> gr.Blocks:
+def build_page(page: Page) -> gr.Blocks:
     """The page."""
     with gr.Blocks(title="sigcam", analytics_enabled=False, delete_cache=(600, IDLE_SECONDS)) as blocks:
         said = f"<p class='sc-notice'>{escape(page.notice)}</p>" if page.notice else ""
@@ -72,7 +73,7 @@ def _look_tab(page: Page) -> dict[str, Any]:
                 list(page.sources), value=page.chosen, label="Maps from", elem_id="sources"
             )
             methods = gr.Dropdown(
-                methods_of(list(page.nets.values())),
+                available_methods(list(page.nets.values())),
                 value=["grad-cam"],
                 multiselect=True,
                 label="Methods",

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 import warnings
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from PIL import Image
 
-from sigcam.core.config import FitConfig
 from sigcam.core.errors import DataError
-from sigcam.data.readers.folder import open_picture
-from sigcam.data.sample import Sample, Samples
-from sigcam.network.dual import DualBranch, attach
-from sigcam.training.branch import FitResult, fit
+from sigcam.data.images import open_image
 
 MOST_BYTES = 20 * 2**20  # of one upload
 MOST_PIXELS = 50_000_000  # of one picture, told by its header before anything is decoded
@@ -39,7 +32,6 @@ HEADERS = {
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-T = TypeVar("T")
 
 
 # ------------------------------------------------------------------------------------------- who may come
@@ -138,7 +130,7 @@ def admitted(path: Path, uploads: Path) -> Image.Image:
         if path.stat().st_size > MOST_BYTES:
             raise DataError(f"{name} has more than {MOST_BYTES >> 20} MB: make it smaller first.")
         check_header(path, name)
-        return open_picture(path)
+        return open_image(path)
     except OSError as error:
         raise DataError(f"cannot read {name}: {error.strerror or 'it is not a picture'}.") from error
     except DataError as error:
@@ -162,142 +154,7 @@ def check_header(path: Path, name: str) -> None:
         raise DataError(f"{name} has more than {limit}: make it smaller first.")
 
 
-@dataclass(frozen=True)
-class Shelf:
-    """Pictures that a person may choose by number; none lies outside `root`."""
-
-    samples: Samples
-    root: Path | None = None
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def sample(self, index: object) -> Sample:
-        """The sample of that number; DataError for whatever else a browser may send."""
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(self.samples):
-            raise DataError(f"there is no such picture: choose one of the {len(self.samples)} shown.")
-        return self.samples[index]
-
-    def open(self, index: object) -> tuple[str, Image.Image]:
-        """The picture's name and the picture."""
-        sample = self.sample(index)
-        if sample.path is None:
-            return sample.id, sample.open()
-        if self.root is not None and not sample.path.resolve().is_relative_to(self.root.resolve()):
-            raise DataError(f"{sample.id} leads out of the folder, so it is not opened.")
-        check_header(sample.path, sample.id)
-        try:
-            return sample.id, sample.open()
-        except DataError as error:
-            raise DataError(str(error).replace(str(sample.path), sample.id)) from error
-
-
 # --------------------------------------------------------------------------------------- what is remembered
 
 
-class Sessions(Generic[T]):
-    """What the latest few people look at, for as long as they do."""
-
-    def __init__(
-        self,
-        most: int = MOST_SESSIONS,
-        idle: float = IDLE_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.most, self.idle, self.clock = most, idle, clock
-        self._held: OrderedDict[str, tuple[float, T]] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def put(self, key: str, value: T) -> None:
-        """Remembers it, and forgets what is too old or too much."""
-        with self._lock:
-            self._held[key] = (self.clock(), value)
-            self._held.move_to_end(key)
-            self._forget()
-
-    def get(self, key: str) -> T:
-        """What was put there; DataError if it is gone."""
-        with self._lock:
-            self._forget()
-            if key not in self._held:
-                raise DataError("this picture was put away after a while: choose it again.")
-            value = self._held[key][1]
-            self._held[key] = (self.clock(), value)
-            self._held.move_to_end(key)
-            return value
-
-    def drop(self, key: str) -> None:
-        """Forgets it, if it is there."""
-        with self._lock:
-            self._held.pop(key, None)
-
-    def _forget(self) -> None:
-        now = self.clock()
-        while self._held:
-            key, (seen, _) = next(iter(self._held.items()))
-            if len(self._held) <= self.most and now - seen <= self.idle:
-                return
-            del self._held[key]
-
-
 # ---------------------------------------------------------------------------------------- fitting on the side
-
-
-class Stopped(Exception):
-    """Somebody asked a fit to stop."""
-
-
-@dataclass
-class FitJob:
-    """A fit in a thread of its own: how far it is, and what came of it."""
-
-    net: DualBranch
-    samples: Samples
-    config: FitConfig
-    stage: str = "starting"
-    done: int = 0
-    total: int = 0
-    result: FitResult | None = None
-    error: BaseException | None = None
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
-
-    @staticmethod
-    def beside(net: DualBranch, samples: Samples, config: FitConfig | None = None) -> FitJob:
-        """A fit of another branch beside the same model: what is shown to others stays as it is."""
-        other = attach(net.origin, head=net.named["head"], layer=net.named["layer"], example=net.example)
-        other.transform, other.class_names = net.transform, net.class_names
-        return FitJob(other, samples, config or FitConfig())
-
-    def start(self) -> None:
-        """Begins."""
-        self._thread = threading.Thread(target=self._run, name="sigcam-fit", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Ends it at the next chance, with the branch as it was."""
-        self._stop.set()
-
-    @property
-    def running(self) -> bool:
-        """Whether it is under way."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def wait(self, seconds: float) -> None:
-        """Returns when it ends, or after so long."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-
-    def _run(self) -> None:
-        try:
-            self.result = fit(self.net, self.samples, self.config, progress=self._progress)
-        except BaseException as error:
-            self.error = error
-
-    def _progress(self, stage: str, done: int, total: int) -> None:
-        if self._stop.is_set():
-            raise Stopped
-        self.stage, self.done, self.total = stage, done, total

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from sigcam.core.errors import CheckpointError, DataError
-from sigcam.data.readers.folder import pictures
+from sigcam.data.images import images_from_paths
 from sigcam.data.readers.shapes import scenes, shapes
-from sigcam.data.sample import Samples, open_dataset
+from sigcam.data.registry import open_dataset
+from sigcam.data.sample import Samples
 from sigcam.network.dual import DualBranch
 from sigcam.network.opening import attach_to, branch_file, open_branch, open_classifier, open_training_data
-from sigcam.ui.security import MOST_BYTES, Guard, Shelf, login_of
+from sigcam.ui.security import MOST_BYTES, Guard, login_of
+from sigcam.ui.sessions import Shelf
 
 EXAMPLES = (42, 86, 58, 64, 73, 90)  # birds of the test split that the embedded classifier's maps lie on
 DRAWN = (
@@ -28,7 +29,7 @@ HEADS = ("softmax", "centred")
 
 
 @dataclass(frozen=True)
-class Options:
+class UiOptions:
     """The command's options."""
 
     model: str
@@ -47,14 +48,14 @@ class Options:
     open: bool
 
 
-def serve(options: Options) -> None:
-    """Serves the page until Ctrl-C."""
+def serve(options: UiOptions, announce: Callable[[str], None]) -> None:
+    """Serve the page until Ctrl-C; `announce` is told its address."""
     o = options
     login = login_of(o.host, o.share, o.auth)
     os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_RUN_HISTORY": "False"}  # before its import
     try:
         from sigcam.ui.handlers import Page
-        from sigcam.ui.layout import build
+        from sigcam.ui.layout import build_page
     except ImportError as error:
         if not (error.name or "").startswith("gradio"):
             raise
@@ -67,12 +68,14 @@ def serve(options: Options) -> None:
     first = o.branch if o.branch in HEADS else None
     with tempfile.TemporaryDirectory(prefix="sigcam-page-", ignore_cleanup_errors=True) as folder:
         os.environ["GRADIO_TEMP_DIR"] = folder
-        blocks = build(Page(nets, shelf, Path(folder), notice=notice, first=first, training=training))
-        launch(blocks, options, login)
+        blocks = build_page(Page(nets, shelf, Path(folder), notice=notice, first=first, training=training))
+        launch(blocks, options, login, announce)
 
 
-def launch(blocks: Any, options: Options, login: tuple[str, str] | None) -> None:
-    """Starts the server and waits; of the disk, it serves gradio's own files and thumbnails alone."""
+def launch(
+    blocks: Any, options: UiOptions, login: tuple[str, str] | None, announce: Callable[[str], None]
+) -> None:
+    """Start the server and wait; it serves only gradio's own files and thumbnails from disk."""
     import gradio as gr
     from starlette.middleware import Middleware
 
@@ -99,7 +102,7 @@ def launch(blocks: Any, options: Options, login: tuple[str, str] | None) -> None
             f"cannot serve on {options.host}:{options.port} ({error}): choose another --port, or stop what "
             "uses it."
         ) from error
-    typer.echo(f"the page is at {shared or url} (Ctrl-C ends it)")
+    announce(f"the page is at {shared or url} (Ctrl-C ends it)")
     try:
         blocks.block_thread()
     finally:
@@ -122,13 +125,13 @@ def open_shelf(data: str, format: str | None) -> tuple[Shelf, bool]:
     except DataError:
         if format is not None:
             raise
-        found, labelled = pictures([data]), False  # says what is wrong if there are none
+        found, labelled = images_from_paths([data]), False  # says what is wrong if there are none
     if not len(found):
         raise DataError(f"{data} holds no pictures.")
     return Shelf(found, Path(data)), labelled
 
 
-def open_nets(options: Options) -> tuple[dict[str, DualBranch], str]:
+def open_nets(options: UiOptions) -> tuple[dict[str, DualBranch], str]:
     """The networks by name, and what has to be said about them."""
     o = options
     first, notice = _opened(o.model, o.weights, o.branch, o.device)

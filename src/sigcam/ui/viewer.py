@@ -6,8 +6,8 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,141 +16,30 @@ from torch import Tensor, nn
 
 from sigcam.core.errors import DataError
 from sigcam.drawing.overlay import overlay, with_boxes
-from sigcam.methods.explainer import Drawing, explain_passage, finish
+from sigcam.methods.explainer import explain_pass
 from sigcam.methods.explanation import data_uri
-from sigcam.methods.formulas import METHODS
 from sigcam.methods.inputs import as_batch
-from sigcam.methods.probe import Branch, branch_logits, full
+from sigcam.methods.map_config import MapConfig
+from sigcam.methods.postprocess import finish_maps
+from sigcam.methods.targets import at_least_float32, branch_logits
 from sigcam.metrics.boxes import boxes_at
-from sigcam.models.classifier import Preprocess
-from sigcam.network.dual import DualBranch, Passage, gap_weight
+from sigcam.models.preprocess import Preprocess
+from sigcam.network.dual import DualBranch, ForwardPass, linear_weight
+from sigcam.ui.sources import Kind, Panel, Request, Source, Top, class_label, same_class
 
-Kind = Literal["evidence", "signed"]
 SIDE = 288  # pixels of a drawn picture's longer side
 MOST_PANELS = 12
 CHANNELS = 64  # that Score-CAM tries here
-IN_LOGITS = frozenset(
-    {"cam", "grad-cam", "xgrad-cam", "layer-cam", "hires-cam"}
-)  # others have units of their own
-HEADLESS = frozenset(
-    {"score-cam", "eigen-cam", "attention-rollout"}
-)  # a shifted head does not reach them here
 TOP = 5
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where maps come from: one head of one network."""
-
-    name: str
-    net: DualBranch
-    branch: Branch
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a person wants to see of a picture."""
-
-    classes: tuple[int, ...]  # of the first network
-    sources: tuple[Source, ...]
-    methods: tuple[str, ...]
-    kind: Kind = "evidence"
-    shared: bool = True  # one scale for all maps
-
-
-@dataclass
-class Panel:
-    """One map: where it is from, what it is of, and the P x Q numbers that every drawing is made from."""
-
-    source: Source
-    method: str
-    index: int
-    class_name: str
-    low: Tensor  # (1, 1, P, Q), signed, in logits where the method gives them
-    logit: float
-    share: float  # of the evidence that is positive
-    note: str
-    peak: float = 1.0
-    uri: str = ""
-    unit: Tensor = field(
-        default_factory=lambda: torch.zeros(1, 1, 1)
-    )  # (1, H, W) of the network's input, in [0, 1]
-
-    @property
-    def in_logits(self) -> bool:
-        """Whether its numbers are logits."""
-        return self.method in IN_LOGITS
-
-    @property
-    def measure(self) -> str:
-        """What its numbers are in: maps alike in this have one scale."""
-        return "logits" if self.in_logits else self.method
-
-    @property
-    def shifts(self) -> bool:
-        """Whether a shift of the softmax head reaches it."""
-        linear = "softmax" in self.source.net.linear and self.source.net.classes > 1
-        return linear and self.source.branch != "sigmoid" and self.method not in HEADLESS
-
-
-@dataclass(frozen=True)
-class Top:
-    """The likely classes of a picture by one network."""
-
-    title: str
-    rows: tuple[tuple[str, float, float | None], ...]  # name, probability, evidence where a branch is fitted
 
 
 # --------------------------------------------------------------------------------------------- networks
 
 
-def sources_of(net: DualBranch, prefix: str = "") -> list[Source]:
-    """The heads of a network that maps can come from, the best one first."""
-    branches: list[tuple[Branch, str]] = [("softmax", "softmax head")]
-    if net.classes > 1:
-        branches.append(("centred", "centred softmax head"))
-    if net.fitted:
-        branches.insert(0, ("sigmoid", "sigmoid branch"))
-    else:
-        branches.reverse()
-    return [Source(f"{prefix}{name}", net, branch) for branch, name in branches]
-
-
-def methods_of(nets: Sequence[DualBranch]) -> list[str]:
-    """The methods that the networks' heads allow."""
-    linear = all("softmax" in net.linear for net in nets)
-    return [name for name in METHODS if name != ("attention-rollout" if linear else "cam")]
-
-
-def class_label(net: DualBranch, index: int) -> str:
-    """The name of a class, or its number."""
-    names = net.class_names or ()
-    return names[index] if index < len(names) else f"class {index}"
-
-
-def class_choices(net: DualBranch) -> list[tuple[str, int]]:
-    """Every class as (label, number); names that occur twice carry their number."""
-    labels = [class_label(net, k) for k in range(max(net.classes, 2))]
-    twice = (
-        {label for label in labels if labels.count(label) > 1} if len(set(labels)) < len(labels) else set()
-    )
-    return [(f"{label} ({k})" if label in twice else label, k) for k, label in enumerate(labels)]
-
-
-def same_class(index: int, net: DualBranch, other: DualBranch) -> int | None:
-    """The class's number in another network: by name where both have names, by number where counts agree."""
-    if other is net or other.class_names == net.class_names:
-        return index if other.classes == net.classes else None
-    if net.class_names and other.class_names:
-        name = class_label(net, index)
-        return other.class_names.index(name) if name in other.class_names else None
-    return index if other.classes == net.classes else None
-
-
-def shifted(net: DualBranch, passage: Passage, delta: float) -> tuple[DualBranch, Passage]:
+def shifted(net: DualBranch, passage: ForwardPass, delta: float) -> tuple[DualBranch, ForwardPass]:
     """The network and its pass had `delta` been added to every weight of the softmax head (Eq. 8): for heads
     that are global average + linear, whose maps need no more of the model than its last layer."""
-    found = gap_weight(net.last_layer("softmax"))
+    found = linear_weight(net.last_layer("softmax"))
     assert found is not None
     layer = nn.Module()
     layer.weight, layer.bias = found[0].detach() + delta, found[1].detach()
@@ -160,14 +49,16 @@ def shifted(net: DualBranch, passage: Passage, delta: float) -> tuple[DualBranch
         at.add_module(name, nn.Module())
         at = at.get_submodule(name)
     at.add_module(leaf, layer)
-    moved = passage.softmax_logits.detach() + delta * full(passage.features).mean((2, 3)).sum(1, keepdim=True)
+    moved = passage.softmax_logits.detach() + delta * at_least_float32(passage.features).mean((2, 3)).sum(
+        1, keepdim=True
+    )
     return net.around(root), replace(passage, softmax_logits=moved)
 
 
 @torch.no_grad()
-def probabilities(net: DualBranch, passage: Passage, delta: float = 0.0) -> Tensor:
+def probabilities(net: DualBranch, passage: ForwardPass, delta: float = 0.0) -> Tensor:
     """(C,) of the softmax head, computed anew in float64 from its shifted weights; of one logit, (2,)."""
-    found = gap_weight(net.last_layer("softmax")) if delta and "softmax" in net.linear else None
+    found = linear_weight(net.last_layer("softmax")) if delta and "softmax" in net.linear else None
     logits = passage.softmax_logits.detach().double()
     if found is not None:
         mean = passage.features.detach().double().mean((2, 3))  # (1, N)
@@ -180,14 +71,14 @@ def probabilities(net: DualBranch, passage: Passage, delta: float = 0.0) -> Tens
 def spread(net: DualBranch) -> float | None:
     """The standard deviation of the softmax head's weights, the unit of a shift; None if it cannot be shifted
     without being seen, or not without another pass."""
-    found = gap_weight(net.last_layer("softmax")) if "softmax" in net.linear and net.classes > 1 else None
+    found = linear_weight(net.last_layer("softmax")) if "softmax" in net.linear and net.classes > 1 else None
     return None if found is None else float(found[0].detach().std())
 
 
 # -------------------------------------------------------------------------------------------- one picture
 
 
-class Look:
+class Viewer:
     """One picture in one person's browser: seen once by each network, then drawn as often as asked."""
 
     def __init__(self, name: str, picture: Image.Image, nets: Sequence[DualBranch]) -> None:
@@ -203,13 +94,13 @@ class Look:
         shape = (max(1, round(seen.width * scale)), max(1, round(seen.height * scale)))
         self.base = seen.convert("RGB").resize(shape, Image.Resampling.BILINEAR, reducing_gap=3)
         self.base_uri = data_uri(self.base)
-        self._passages: dict[DualBranch, Passage] = {}
+        self._passages: dict[DualBranch, ForwardPass] = {}
         self._spreads: dict[DualBranch, float] = {}
         self.panels: list[Panel] = []
         self.kind: Kind = "evidence"
         self.threshold, self.delta = 0.2, 0.0
 
-    def passage(self, net: DualBranch) -> Passage:
+    def passage(self, net: DualBranch) -> ForwardPass:
         """The network's one pass over the picture."""
         if net not in self._passages:
             graph = net.linear != {"softmax", "sigmoid"}
@@ -226,14 +117,14 @@ class Look:
         best = probabilities(net, passage).topk(min(TOP, max(net.classes, 2)))
         now = probabilities(net, passage, self._delta(net))
         for k in best.indices.tolist():
-            logit = full(passage.sigmoid.detach())[0, min(k, net.classes - 1)]
+            logit = at_least_float32(passage.sigmoid.detach())[0, min(k, net.classes - 1)]
             evidence = (
                 float((-logit if net.classes == 1 and k == 0 else logit).sigmoid()) if net.fitted else None
             )
             rows.append((class_label(net, k), float(now[k]), evidence))
         return Top(title, tuple(rows))
 
-    def ask(self, asked: Asked) -> None:
+    def ask(self, asked: Request) -> None:
         """Makes the panels anew, on one scale, and draws them."""
         count = max(1, len(asked.classes)) * len(asked.sources) * len(asked.methods)
         if not asked.sources or not asked.methods:
@@ -282,10 +173,12 @@ class Look:
         if not self.panels:
             raise DataError("there is no map yet: choose a picture first.")
         held, overlays = io.BytesIO(), io.BytesIO()
-        maps = [finish(p.low, p.method, (p.unit.shape[1], p.unit.shape[2]), "raw")[0, 0] for p in self.panels]
+        maps = [
+            finish_maps(p.low, p.method, (p.unit.shape[1], p.unit.shape[2]), "raw")[0, 0] for p in self.panels
+        ]
         same = max(m.shape[0] for m in maps), max(m.shape[1] for m in maps)  # two models may differ
         maps = [
-            m if m.shape == same else finish(p.low, p.method, same, "raw")[0, 0]
+            m if m.shape == same else finish_maps(p.low, p.method, same, "raw")[0, 0]
             for p, m in zip(self.panels, maps, strict=True)
         ]
         np.save(held, torch.stack(maps).float().cpu().numpy())
@@ -315,7 +208,7 @@ class Look:
         passage, net = self.passage(panel.source.net), panel.source.net
         wide, high = self.size if self.whole else self.base.size
         sign = -1 if net.classes == 1 and panel.index == 0 else 1
-        evidence = full(passage.sigmoid.detach())[0, min(panel.index, net.classes - 1)] * sign
+        evidence = at_least_float32(passage.sigmoid.detach())[0, min(panel.index, net.classes - 1)] * sign
         return {
             "from": panel.source.name,
             "method": panel.method,
@@ -338,7 +231,7 @@ class Look:
             self._spreads[net] = spread(net) or 0.0
         return self.delta * self._spreads[net] if self.delta else 0.0
 
-    def _panels(self, source: Source, method: str, asked: Asked, delta: float) -> list[Panel]:
+    def _panels(self, source: Source, method: str, asked: Request, delta: float) -> list[Panel]:
         """The panels of one source and method, one per class that its network knows."""
         net, passage = source.net, self.passage(source.net)
         wanted = [same_class(k, self.first, net) for k in asked.classes or (self.likely(self.first),)]
@@ -347,8 +240,8 @@ class Look:
             net, passage = shifted(net, passage, delta)
         clamp = source.branch == "sigmoid" and asked.kind == "evidence"
         tried = CHANNELS if method == "score-cam" else None
-        how = Drawing(method, source.branch, clamp, scale="raw", top_n=tried)
-        ex = explain_passage(
+        how = MapConfig(method, source.branch, clamp, scale="raw", top_n=tried)
+        ex = explain_pass(
             net, passage, how, classes=torch.tensor([index], device=source.net.device), size="features"
         )
         panels = []
@@ -373,11 +266,11 @@ class Look:
         for panel in panels:
             panel.uri = data_uri(self._overlay(panel))
             size = self._inputs[panel.source.net.transform].shape[-2:]
-            panel.unit = finish(panel.low, panel.method, (int(size[0]), int(size[1])), "unit")[0]
+            panel.unit = finish_maps(panel.low, panel.method, (int(size[0]), int(size[1])), "unit")[0]
 
     def _overlay(self, panel: Panel) -> Image.Image:
         size = (self.base.height, self.base.width)
-        values = (finish(panel.low, panel.method, size, "raw")[0, 0] / panel.peak).nan_to_num(0.0)
+        values = (finish_maps(panel.low, panel.method, size, "raw")[0, 0] / panel.peak).nan_to_num(0.0)
         if self.kind == "signed":
             return overlay(self.base, values.clamp(-1, 1), signed=True, peak=1.0)
         return overlay(self.base, values.clamp(0, 1))
@@ -411,7 +304,7 @@ def disagreement(first: Source, second: Source, pictures: Sequence[Image.Image])
         known = [same_class(k, first.net, source.net) for k in classes.tolist()]
         if any(k is None for k in known):
             raise DataError("the two models do not know the same classes, so their maps cannot be compared.")
-        ex = explain_passage(source.net, passage, Drawing(branch=source.branch), classes=known, size=(56, 56))  # type: ignore[arg-type]
+        ex = explain_pass(source.net, passage, MapConfig(branch=source.branch), classes=known, size=(56, 56))  # type: ignore[arg-type]
         maps.append(ex.maps.detach().cpu())
     low, high = torch.minimum(*maps).flatten(1).sum(1), torch.maximum(*maps).flatten(1).sum(1)
     return (1 - low / high.clamp(min=1e-12)).tolist()

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from sigcam.core.errors import DataError
-from sigcam.data.readers.folder import check_box, open_picture, picture_size
-from sigcam.data.sample import Box, Sample, Samples, Size
+from sigcam.data.images import open_image, read_image_size
+from sigcam.data.sample import Box, ImageSize, Sample, Samples
+from sigcam.data.text_files import check_box
 
 FILES = {
     "train": ("cars_train_annos.mat",),
@@ -56,8 +57,8 @@ def cars(root: str | Path, *, split: str = "train") -> Samples:
             raise DataError(f"{where} has class {label + 1} of {len(classes)}.")
         if not picture.is_file():
             raise DataError(f"{where} is not in {home}: add it.")
-        box = _box(row, picture_size(picture, upright=False), where)
-        items.append(Sample(id, partial(open_picture, picture, upright=False), label, (box,), path=picture))
+        box = _box(row, read_image_size(picture, upright=False), where)
+        items.append(Sample(id, partial(open_image, picture, upright=False), label, (box,), path=picture))
     if not items:
         raise DataError(f"{file} names no pictures.")
     return Samples(tuple(items), classes)
@@ -72,7 +73,7 @@ def _find(root: Path, names: Iterable[str]) -> Path | None:
     return next((h / name for name in names for h in (root, root / "devkit") if (h / name).is_file()), None)
 
 
-def _box(row: Any, size: Size | None, where: str) -> Box:
+def _box(row: Any, size: ImageSize | None, where: str) -> Box:
     x0, y0, x1, y1 = (_whole(row, name, where) for name in CORNERS)
     if x0 < 1 or y0 < 1 or x1 < x0 or y1 < y0:
         raise DataError(f"{where} has a box {(x0, y0, x1, y1)} that is inverted or begins before pixel 1.")

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sigcam.core.errors import DataError
-from sigcam.data.readers.folder import check_box, numbered_lines, open_picture, picture_size
-from sigcam.data.sample import Box, Sample, Samples, Size
+from sigcam.data.images import open_image, read_image_size
+from sigcam.data.masks import open_levels
+from sigcam.data.sample import Box, ImageSize, Sample, Samples
+from sigcam.data.text_files import check_box, numbered_lines
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,7 +26,7 @@ IMAGES, CLASSES, LABELS, PARTS, BOXES = (
 )
 SPLITS = {"train": "1", "test": "0"}
 HALF = 127  # a pixel is 0, 51, 102, 153, 204 or 255: how many of five annotators saw the bird there
-Rows = dict[str, tuple[int, str]]  # line number and the rest of the line, by the number it begins with
+CubRows = dict[str, tuple[int, str]]  # line number and the rest of the line, by the number it begins with
 
 
 def cub(root: str | Path, *, split: str = "train") -> Samples:
@@ -62,12 +64,12 @@ def cub(root: str | Path, *, split: str = "train") -> Samples:
         if boxes:
             line, text = boxes[number]
             where = f"{home / BOXES} line {line}: image {id}"
-            box = _box(text, picture_size(file, upright=False), where)
+            box = _box(text, read_image_size(file, upright=False), where)
         mask = (masks / id).with_suffix(".png") if masks else None
         items.append(
             Sample(
                 id,
-                partial(open_picture, file, upright=False),
+                partial(open_image, file, upright=False),
                 places[label],
                 (box,) if box else None,
                 partial(open_segmentation, mask) if mask and mask.is_file() else None,
@@ -92,25 +94,13 @@ def open_segmentation(path: Path) -> NDArray[np.uint8]:
     return (open_levels(path) > HALF).astype(np.uint8)
 
 
-def open_levels(path: Path) -> NDArray[np.uint8]:
-    """The values of a mask file, (H, W), as they are stored."""
-    import numpy as np
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            return np.asarray(image if image.mode in ("L", "P") else image.convert("L"), dtype=np.uint8)
-    except Exception as error:  # as in open_picture: decoders raise nearly everything
-        raise DataError(f"cannot read the mask {path}: {error}.") from error
-
-
 def _home(root: Path) -> Path:
     inner = root / "CUB_200_2011"
     return inner if inner.is_dir() and not (root / IMAGES).is_file() else root
 
 
-def _rows(path: Path) -> Rows:
-    rows = Rows()
+def _rows(path: Path) -> CubRows:
+    rows = CubRows()
     for line, text in numbered_lines(path):
         number, _, rest = text.partition(" ")
         if not number.isdecimal() or not rest.strip():
@@ -121,7 +111,7 @@ def _rows(path: Path) -> Rows:
     return rows
 
 
-def _box(text: str, size: Size | None, where: str) -> Box:
+def _box(text: str, size: ImageSize | None, where: str) -> Box:
     """x, y, width, height as xyxy: in these lists x + width is the last pixel inside, at most W - 1, and the
     public evaluator reads it so (PROTOCOL 5.6)."""
     try:

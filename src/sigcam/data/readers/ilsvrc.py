@@ -10,15 +10,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from sigcam.core.errors import DataError
-from sigcam.data.readers.folder import (
-    check_box,
-    is_picture,
-    list_pictures,
-    numbered_lines,
-    open_picture,
-    picture_size,
-)
-from sigcam.data.sample import Box, Sample, Samples, Size
+from sigcam.data.images import is_image, list_images, open_image, read_image_size
+from sigcam.data.sample import Box, ImageSize, Sample, Samples
+from sigcam.data.text_files import check_box, numbered_lines
 
 SYNSET = re.compile(r"n\d{8}")
 MAPPING = "LOC_synset_mapping.txt"
@@ -26,11 +20,11 @@ FOLDERS = {"train": "train", "val": "val", "test": "val"}  # its own test pictur
 
 
 @dataclass(frozen=True)
-class Notes:
+class BoxFile:
     """What an XML file says of a picture: (synset, box) of each object, and the size that boxes refer to."""
 
     objects: tuple[tuple[str, Box], ...]
-    size: Size | None
+    size: ImageSize | None
 
 
 def ilsvrc(root: str | Path, *, split: str = "train") -> Samples:
@@ -47,8 +41,8 @@ def ilsvrc(root: str | Path, *, split: str = "train") -> Samples:
             f"{root} has no split {split!r}: it has {', '.join(found) or 'neither train nor val'}."
         )
     notes = _note_files(root, home.name)
-    read = list[tuple[Path, str, Notes | None]]()
-    for picture in list_pictures(home):
+    read = list[tuple[Path, str, BoxFile | None]]()
+    for picture in list_images(home):
         file = notes.get(picture.stem)
         said = read_notes(file) if file else None
         read.append((picture, _synset(home, picture, said), said))
@@ -65,11 +59,11 @@ def ilsvrc(root: str | Path, *, split: str = "train") -> Samples:
         boxes = tuple(box for name, box in said.objects if name == synset) if said else ()
         if said and not said.size:
             for box in boxes:
-                check_box(box, picture_size(picture, upright=False), f"{notes[picture.stem]}: the picture")
+                check_box(box, read_image_size(picture, upright=False), f"{notes[picture.stem]}: the picture")
         items.append(
             Sample(
                 picture.relative_to(home.parent).as_posix(),
-                partial(open_picture, picture, upright=False),
+                partial(open_image, picture, upright=False),
                 places[synset],
                 boxes or None,
                 size=said.size if said and boxes else None,
@@ -85,12 +79,12 @@ def holds_ilsvrc(root: str | Path) -> bool:
         home = _pictures(Path(root), name)
         if home and any(SYNSET.fullmatch(entry.name) and entry.is_dir() for entry in home.iterdir()):
             return True
-        if home and _note_folder(Path(root), name) and any(is_picture(entry) for entry in home.iterdir()):
+        if home and _note_folder(Path(root), name) and any(is_image(entry) for entry in home.iterdir()):
             return True
     return False
 
 
-def read_notes(path: Path) -> Notes:
+def read_notes(path: Path) -> BoxFile:
     """The objects of an XML file. Boxes are cut to the picture, corners put in order: some were drawn beyond
     it, or from the right; x1 and y1 are the last pixel inside."""
     try:
@@ -106,7 +100,7 @@ def read_notes(path: Path) -> Notes:
             objects.append((thing.findtext("name", "").strip(), (x0, y0, x1, y1)))
     except (ElementTree.ParseError, ValueError, OverflowError, LookupError, OSError) as error:
         raise DataError(f"cannot read the boxes of {path}: {error}.") from error
-    return Notes(tuple(objects), (width, height) if width > 0 and height > 0 else None)
+    return BoxFile(tuple(objects), (width, height) if width > 0 and height > 0 else None)
 
 
 def _cut(start: int, end: int, length: int) -> tuple[int, int]:
@@ -117,7 +111,7 @@ def _cut(start: int, end: int, length: int) -> tuple[int, int]:
     return max(start, 0), min(end, last)
 
 
-def _synset(home: Path, picture: Path, said: Notes | None) -> str:
+def _synset(home: Path, picture: Path, said: BoxFile | None) -> str:
     """The class: the folder's name, else that of the objects."""
     folder = picture.relative_to(home).parts[0]
     if folder != picture.name:

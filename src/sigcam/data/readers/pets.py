@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sigcam.core.errors import DataError
-from sigcam.data.readers.cub import open_levels
-from sigcam.data.readers.folder import MOST_CLASSES, is_whole, numbered_lines, open_picture
+from sigcam.data.images import open_image
+from sigcam.data.masks import open_levels
 from sigcam.data.sample import Sample, Samples
+from sigcam.data.text_files import MOST_CLASSES, is_whole_number, numbered_lines
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,7 +46,7 @@ def pets(root: str | Path, *, split: str = "train") -> Samples:
             if not picture.is_file():
                 raise DataError(f"{where} is not in {root / 'images'}: add it, or remove the line.")
             mask = partial(open_trimap, trimap) if trimap.is_file() else None
-            open_ = partial(open_picture, picture, upright=False)
+            open_ = partial(open_image, picture, upright=False)
             items.append(Sample(name, open_, label, None, mask, path=picture))
     if not items:
         raise DataError(f"{at / LISTS[split]} names no pictures.")
@@ -81,7 +82,7 @@ def _entries(path: Path) -> list[tuple[int, str, int]]:
         if text.startswith("#"):
             continue
         fields = text.split()
-        if len(fields) < 2 or not is_whole(fields[1]) or not 1 <= int(fields[1]) <= MOST_CLASSES:
+        if len(fields) < 2 or not is_whole_number(fields[1]) or not 1 <= int(fields[1]) <= MOST_CLASSES:
             raise DataError(
                 f"{path} line {line}: {text!r} is not a name and a class, from 1 to {MOST_CLASSES}."
             )

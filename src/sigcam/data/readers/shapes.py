@@ -52,19 +52,19 @@ def shapes(count: int = 2000, *, split: str = "train", seed: int = 0, size: int 
         raise DataError(f"shapes cannot use the seed {seed}: seeds are 0 or more.")
     if size < 32:
         raise DataError(f"shapes cannot draw at {size} pixels: the parts need a size of 32 or more.")
-    return Samples(tuple(_sample(Key(seed, split, index, size)) for index in range(count)), CLASSES)
+    return Samples(tuple(_sample(ShapeKey(seed, split, index, size)) for index in range(count)), CLASSES)
 
 
 def scenes(count: int, *, seed: int = 0, size: int = 224) -> Samples:
     """The test split's pictures without their birds: background and distractors, no label, no mask."""
-    keys = [Key(seed, "test", index, size) for index in range(count)]
+    keys = [ShapeKey(seed, "test", index, size) for index in range(count)]
     return Samples(
         tuple(Sample(f"scene/{key.index:06d}", partial(draw_picture, key, bird=False)) for key in keys), ()
     )
 
 
 @dataclass(frozen=True)
-class Key:
+class ShapeKey:
     """What a picture is made from."""
 
     seed: int
@@ -77,7 +77,7 @@ class Key:
         return np.random.default_rng([self.seed, zlib.crc32(self.split.encode()), self.index, layer])
 
 
-def draw_picture(key: Key, *, bird: bool = True) -> Image.Image:
+def draw_picture(key: ShapeKey, *, bird: bool = True) -> Image.Image:
     """The picture, RGB; without the bird, the same scene."""
     rng = key.rng(1)
     backdrop, parts = _scene(key.size, rng)
@@ -90,12 +90,12 @@ def draw_picture(key: Key, *, bird: bool = True) -> Image.Image:
     return Image.fromarray((pixels + grain).clip(0, 255).astype(np.uint8))
 
 
-def draw_mask(key: Key) -> NDArray[np.uint8]:
+def draw_mask(key: ShapeKey) -> NDArray[np.uint8]:
     """The bird's mask, (H, W): 1 where it covers at least half of the pixel, else 0."""
     return np.asarray(_silhouette(_bird(key), key.size)).copy()
 
 
-def _sample(key: Key) -> Sample:
+def _sample(key: ShapeKey) -> Sample:
     box = _silhouette(_bird(key), key.size).getbbox()
     assert box is not None
     return Sample(
@@ -117,7 +117,7 @@ def _silhouette(parts: list[Part], size: int) -> Image.Image:
     return canvas.reduce(SHARP).point([0] * 128 + [1] * 128)
 
 
-def _bird(key: Key) -> list[Part]:
+def _bird(key: ShapeKey) -> list[Part]:
     """The bird of a sample as coloured polygons in pixels of the picture, back to front, wholly inside it."""
     rng = key.rng(0)
     crown, wing, tail = np.unravel_index(key.index % len(CLASSES), (2, 2, 2))

@@ -6,20 +6,29 @@ hold what is known of each, one comma-separated line per picture, box or mask.
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from sigcam.core.errors import DataError
-from sigcam.data.readers.folder import MOST_CLASSES, check_box, is_whole, numbered_lines, open_picture
-from sigcam.data.sample import Box, Sample, Samples, Size
+from sigcam.data.images import open_image
+from sigcam.data.sample import ImageSize
+from sigcam.data.text_files import check_box
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from PIL import Image
+
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sigcam.core.errors import DataError
+from sigcam.data.masks import open_masks
+from sigcam.data.sample import Box, Sample, Samples
+from sigcam.data.text_files import MOST_CLASSES, is_whole_number, numbered_lines
+
+if TYPE_CHECKING:
+    pass
 
 IDS, LABELS, SIZES, PLACES = "image_ids.txt", "class_labels.txt", "image_sizes.txt", "localization.txt"
 SPLIT_NAMES = {
@@ -28,8 +37,7 @@ SPLIT_NAMES = {
 }  # the two releases' names
 PROXY = "-proxy"  # behind a split's name: its shorter list, image_ids_proxy.txt
 PEEKED = 16  # pictures whose size is looked at before any is opened
-PROTOCOL_SIZE = (224, 224)  # what masks of several sizes are brought to
-Line = tuple[int, str]  # its number, from 1, and its text
+WsolLine = tuple[int, str]  # its number, from 1, and its text
 Marks = tuple[tuple[int, Box], ...]  # line number and box
 Masks = tuple[list[Path], list[Path]]  # of objects, and of what to ignore
 
@@ -104,53 +112,6 @@ def holds_metadata(root: str | Path) -> bool:
     """Whether some split of the folder can be read here."""
     root = Path(root)
     return (root / IDS).is_file() or any(next(home.glob(f"*/{IDS}"), None) for home in _homes(root))
-
-
-def open_stored(
-    path: Path | None, id: str, expected: Size | None, squashed: bool, places: Path, boxes: Marks
-) -> Image.Image:
-    """The picture as stored, RGB: boxes are in these pixels, whatever an EXIF tag says of turning it.
-
-    Args:
-        boxes: lines of the file `places` that only now, without a list of sizes, can be seen to be wrong.
-    """
-    if path is None:
-        raise DataError(f"{id} was read without its picture: open the data set with pictures=True.")
-    picture = open_picture(path, upright=False)
-    if expected is not None and picture.size != expected:
-        why = "the others, squashed copies," if squashed else f"in {SIZES} it is"
-        raise DataError(
-            f"image {id}: {path} is {_by(picture.size)} pixels, but {why} "
-            f"{'are ' if squashed else ''}{_by(expected)}: correct one of them."
-        )
-    for number, box in boxes:
-        check_box(box, picture.size, f"{places} line {number}: image {id}")
-    return picture
-
-
-def open_masks(objects: Sequence[Path], ignored: Sequence[Path]) -> NDArray[np.uint8]:
-    """(H, W): 1 where any mask is, 255 where an ignore mask and no object is, else 0 (PROTOCOL 5.5)."""
-    import numpy as np
-
-    grey = [_open_grey(path) for path in (*objects, *ignored)]
-    if len({mask.shape for mask in grey}) > 1:  # a pixel of one is no pixel of the other
-        grey = [nearest(mask, PROTOCOL_SIZE) for mask in grey]
-    result = np.zeros(grey[0].shape, np.uint8)
-    for index, mask in reversed(list(enumerate(grey))):  # objects last: they win
-        result[mask > 0] = 1 if index < len(objects) else 255
-    return result
-
-
-def nearest(mask: NDArray[Any], size: tuple[int, int]) -> NDArray[Any]:
-    """The (H, W) mask at (height, width): pixel i is that at floor(i / (height / H)), as OpenCV has it."""
-    import numpy as np
-
-    rows, columns = (  # the two divisions round as OpenCV's do; i * H // height gives other pixels at times
-        np.minimum((np.arange(new) * (1 / (new / old))).astype(np.int64), old - 1)
-        for new, old in zip(size, mask.shape, strict=True)
-    )
-    resized: NDArray[Any] = mask[rows[:, None], columns]
-    return resized
 
 
 # ------------------------------------------------------------------------------------------ where things are
@@ -232,12 +193,12 @@ def _class_names(at: Path, labels: Sequence[int]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _squashed(files: Mapping[str, Path], sizes: Mapping[str, Size], said: Path) -> Size | None:
+def _squashed(files: Mapping[str, Path], sizes: Mapping[str, ImageSize], said: Path) -> ImageSize | None:
     """The one size of all files where they are squashed copies of originals of other sizes; None where they
     are the originals. DataError where they are neither."""
     from PIL import Image
 
-    seen = dict[str, Size]()
+    seen = dict[str, ImageSize]()
     for id in list(files)[:: max(1, len(files) // PEEKED)] if sizes else ():
         try:
             with Image.open(files[id]) as image:  # the header alone
@@ -260,7 +221,7 @@ def _squashed(files: Mapping[str, Path], sizes: Mapping[str, Size], said: Path) 
 # ------------------------------------------------------------------------------------------- reading lines
 
 
-def _lines(path: Path) -> Iterator[Line]:
+def _lines(path: Path) -> Iterator[WsolLine]:
     """Lines with text on them, with their numbers; none where there is no file."""
     return numbered_lines(path) if path.exists() else iter(())
 
@@ -296,8 +257,8 @@ def _labels(path: Path) -> dict[str, tuple[int, int]]:
     return labels
 
 
-def _sizes(path: Path) -> dict[str, Size]:
-    sizes = dict[str, Size]()
+def _sizes(path: Path) -> dict[str, ImageSize]:
+    sizes = dict[str, ImageSize]()
     for number, id, (width, height) in _whole_numbers(path, 2, "<id>,<width>,<height>"):
         if not width or not height:
             raise DataError(f"{path} line {number}: image {id} is {width} x {height}: it has no pixels.")
@@ -309,7 +270,7 @@ def _sizes(path: Path) -> dict[str, Size]:
     return sizes
 
 
-def _boxes(path: Path, lines: Iterable[Line], sizes: Mapping[str, Size]) -> dict[str, Marks]:
+def _boxes(path: Path, lines: Iterable[WsolLine], sizes: Mapping[str, ImageSize]) -> dict[str, Marks]:
     boxes = dict[str, Marks]()
     for number, id, (x0, y0, x1, y1) in _whole_numbers(path, 4, "<id>,<x0>,<y0>,<x1>,<y1>", lines):
         where, box = f"{path} line {number}: image {id}", (x0, y0, x1, y1)
@@ -320,7 +281,7 @@ def _boxes(path: Path, lines: Iterable[Line], sizes: Mapping[str, Size]) -> dict
     return boxes
 
 
-def _masks(path: Path, lines: Sequence[Line], folders: Sequence[Path]) -> dict[str, Masks]:
+def _masks(path: Path, lines: Sequence[WsolLine], folders: Sequence[Path]) -> dict[str, Masks]:
     """Masks of objects and ignore masks by id; an ignore mask may be left empty."""
     masks, fields = dict[str, Masks](), list[tuple[int, str, str, str]]()
     for number, text in lines:
@@ -350,14 +311,14 @@ def _box_fields(line: str) -> bool:
 
 
 def _whole_numbers(
-    path: Path, count: int, layout: str, lines: Iterable[Line] | None = None
+    path: Path, count: int, layout: str, lines: Iterable[WsolLine] | None = None
 ) -> Iterator[tuple[int, str, list[int]]]:
     """Line number, id and `count` whole numbers, 0 or more, of each line."""
     for number, text in _lines(path) if lines is None else lines:
         id, *fields = (part.strip() for part in text.rsplit(",", count))
         if len(fields) != count or not id:
             raise DataError(f"{path} line {number}: {text!r} is not {layout}.")
-        wrong = next((reprlib.repr(field) for field in fields if not is_whole(field)), None)
+        wrong = next((reprlib.repr(field) for field in fields if not is_whole_number(field)), None)
         if wrong is not None:
             raise DataError(
                 f"{path} line {number}: image {id} has {wrong} where {layout} has a whole number."
@@ -365,16 +326,27 @@ def _whole_numbers(
         yield number, id, [int(field) for field in fields]
 
 
-def _open_grey(path: Path) -> NDArray[Any]:
-    import numpy as np
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            return np.asarray(image if image.mode.startswith("I") else image.convert("L"))
-    except Exception as error:  # as in open_picture: decoders raise nearly everything
-        raise DataError(f"cannot read the mask {path}: {error}.") from error
-
-
-def _by(size: Size) -> str:
+def _by(size: ImageSize) -> str:
     return f"{size[0]} x {size[1]}"
+
+
+def open_stored(
+    path: Path | None, id: str, expected: ImageSize | None, squashed: bool, places: Path, boxes: Marks
+) -> Image.Image:
+    """The picture as stored, RGB: boxes are in these pixels, whatever an EXIF tag says of turning it.
+
+    Args:
+        boxes: lines of the file `places` that only now, without a list of sizes, can be seen to be wrong.
+    """
+    if path is None:
+        raise DataError(f"{id} was read without its picture: open the data set with pictures=True.")
+    picture = open_image(path, upright=False)
+    if expected is not None and picture.size != expected:
+        why = "the others, squashed copies," if squashed else f"in {SIZES} it is"
+        raise DataError(
+            f"image {id}: {path} is {_by(picture.size)} pixels, but {why} "
+            f"{'are ' if squashed else ''}{_by(expected)}: correct one of them."
+        )
+    for number, box in boxes:
+        check_box(box, picture.size, f"{places} line {number}: image {id}")
+    return picture

@@ -1,0 +1,150 @@
+"""The steps from the output layers to the logits, recorded so that a copy of the head can repeat them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from sigcam.core.errors import AttachError
+from sigcam.network.split import OUTPUT_ACTIVATIONS, Split
+from sigcam.network.trace import eval_mode, logits_of
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands in a recorded step for an earlier result."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Stands in a recorded shape for the number of images."""
+
+
+@dataclass
+class Tail:
+    """The model's own steps from its output layers' outputs to its logits, activations left out, to be
+    repeated."""
+
+    steps: list[tuple[Callable[..., Any], Any, Any, int]] = field(default_factory=list)
+    result: int = 0
+
+    def __call__(self, outputs: Sequence[Tensor]) -> Tensor:
+        values: dict[int, Any] = dict(enumerate(outputs))
+
+        def filled(leaf: Any) -> Any:
+            if isinstance(leaf, _Slot):
+                return values[leaf.index]
+            return len(outputs[0]) if isinstance(leaf, _Batch) else leaf
+
+        for function, args, kwargs, slot in self.steps:
+            args, kwargs = pytree.tree_map(filled, (args, kwargs))
+            values[slot] = function(*args, **kwargs)
+        result = values[self.result]
+        assert isinstance(result, Tensor)
+        return result
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes every step that depends on the output layers' outputs."""
+
+    def __init__(self, model: nn.Module, batch: int, outputs: int) -> None:
+        super().__init__()
+        self.tail, self.batch, self.next = Tail(), batch, outputs
+        self.own = {id(t) for t in (*model.parameters(), *model.buffers())}
+        self.slots: dict[int, int] = {}  # id of a result -> slot
+        self.kept: list[Any] = []  # keeps those ids in use
+        self.left_out = False  # an activation
+
+    def note(self, value: Any, slot: int) -> None:
+        self.slots[id(value)] = slot
+        self.kept.append(value)
+
+    def step(self, function: Callable[..., Any], args: Any, kwargs: Any, value: Any) -> None:
+        slot, self.next = self.next, self.next + 1
+        self.note(value, slot)
+        self.tail.steps.append((function, args, kwargs, slot))
+        if isinstance(value, tuple | list):  # of a chunk or an unbind: each part by itself
+            for index, part in enumerate(value):
+                self.step(operator.getitem, (_Slot(slot), index), {}, part)
+
+    def reference(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            if id(leaf) in self.slots:
+                return _Slot(self.slots[id(leaf)])
+            if leaf.numel() > 1 and id(leaf) not in self.own:
+                raise AttachError(
+                    "the outputs of the heads are combined with other values of the same pass, so the "
+                    "branch cannot stand beside them. Name one head: attach(model, head='...')."
+                )
+        return leaf
+
+    def size(self, leaf: Any) -> Any:
+        return _Batch() if type(leaf) is int and leaf == self.batch else leaf
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        read = [self.slots[id(x)] for x in pytree.tree_leaves((args, kwargs)) if id(x) in self.slots]
+        recorded, named = pytree.tree_map(self.reference, (args, kwargs)) if read else (args, kwargs)
+        out = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if not read or not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(out)):
+            return out
+        if name in OUTPUT_ACTIVATIONS:
+            self.note(out, read[0])  # left out: what follows reads its input
+            self.left_out = True
+            return out
+        if name in ("view", "reshape", "expand") and len(recorded) > 1:  # its first size is the batch
+            first = recorded[1]
+            many = isinstance(first, tuple | list) and first
+            recorded = (
+                recorded[0],
+                (self.size(first[0]), *first[1:]) if many else self.size(first),
+                *recorded[2:],
+            )
+        self.step(func, recorded, named, out)
+        return out
+
+
+def record_tail(model: nn.Module, split: Split, example: Tensor) -> Tail:
+    """The tail after `split.last`, from one pass over the example."""
+    recorder = _Recorder(model, len(example), len(split.last))
+    outputs: dict[int, Tensor] = {}
+
+    def source(index: int) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+        def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+            with torch._C.DisableTorchFunction():
+                outputs[index] = out.clone()
+                out = out.clone()  # an in-place activation must not rename the output layer's result
+            recorder.note(out, index)
+            return out
+
+        return hook
+
+    with torch.inference_mode(False), torch.no_grad(), eval_mode(model) as handles:
+        for index, name in enumerate(split.last):
+            handles.append(model.get_submodule(name).register_forward_hook(source(index)))
+        with recorder:
+            logits = logits_of(model(example), len(example))
+        tail = recorder.tail
+        tail.result = recorder.slots.get(id(logits), -1)
+        followed = tail.result >= 0
+        if followed and not recorder.left_out:
+            again = tail([outputs[index] for index in range(len(outputs))])
+            followed = again.shape == logits.shape and torch.allclose(again, logits, rtol=1e-3, atol=1e-6)
+    if not followed:
+        raise AttachError(
+            f"cannot follow {type(model).__name__} from {', '.join(split.last)} to its logits. "
+            "Name a module that returns them: attach(model, head='...')."
+        )
+    return tail

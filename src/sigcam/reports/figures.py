@@ -1,0 +1,101 @@
+"""Figures of maps: both heads side by side, and the two distortions."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sigcam.data.sample import Samples
+from sigcam.drawing.overlay import colours, grid, overlay, with_outline
+from sigcam.methods.explainer import explain, explain_pass
+from sigcam.methods.map_config import MapConfig
+from sigcam.methods.targets import Branch
+from sigcam.network.dual import DualBranch
+
+_HEADS: tuple[Branch, Branch] = ("softmax", "sigmoid")
+
+
+def maps_figure(net: DualBranch, samples: Samples, rows: int = 6) -> Any:
+    """Input, ground truth, softmax map and sigmoid map of one well-sized, rightly classified picture per
+    row."""
+    pictures, captions, seen = [], [], set[int]()
+    for sample in samples:
+        if sample.label is None or sample.label in seen or sample.boxes is None or sample.open_mask is None:
+            continue
+        picture = sample.open()
+        softmax, sigmoid = (explain(net, [picture], branch=branch) for branch in _HEADS)
+        if int(softmax.classes[0]) != sample.label:
+            continue
+        seen.add(sample.label)
+        truth = with_outline(picture, sample.open_mask())
+        pictures.append(
+            [picture, truth, overlay(picture, softmax.maps[0]), overlay(picture, sigmoid.maps[0])]
+        )
+        captions.append(
+            [
+                samples.classes[sample.label],
+                "object mask",
+                f"probability {float(softmax.probability[0]):.3f}",
+                f"evidence {float(sigmoid.evidence[0]):.3f}",
+            ]
+        )
+        if len(pictures) == rows:
+            break
+    return grid(
+        pictures,
+        columns=("input", "ground truth", "Grad-CAM, softmax head", "Grad-CAM, sigmoid branch"),
+        captions=captions,
+    )
+
+
+def distortions_figure(net: DualBranch, samples: Samples) -> Any:
+    """Eq. 8-10 on one picture: the softmax head shifted three ways, its probabilities, and both branches'
+    maps."""
+    right = (s for s in samples if int(explain(net, [s.open()], branch="softmax").classes[0]) == s.label)
+    sample = next(right, samples[0])
+    picture, label = sample.open(), sample.label
+    assert net.transform is not None and sample.open_mask is not None and label is not None
+    image = net.transform(picture)[None].to(net.device).double()
+    double = copy.deepcopy(net).double()
+    layer = double.last_layer("softmax")
+    weight = layer.get_parameter("weight")
+    original = weight.detach().clone()
+    features = double(image).features[0]
+    outside = _outside(torch.from_numpy(sample.open_mask()) == 1, features.shape[-2:])
+    channel = int((features * outside.to(features)).mean((1, 2)).argmax())  # what the background shows most
+    spread = float(original.std())
+    shifts = (
+        ("as trained", 0.0, slice(0, 0)),
+        ("one channel + delta", 25 * spread, slice(channel, channel + 1)),
+        ("every channel - delta", -5 * spread, slice(None)),
+    )
+    rows: list[list[Any]] = [[picture], [picture]]
+    captions: list[list[str]] = [["softmax head"], ["sigmoid branch"]]
+    for _, delta, channels in shifts:
+        with torch.no_grad():
+            weight.copy_(original)
+            weight[:, channels] += delta
+        passage = double.run(image, grad=True)
+        top = passage.softmax.softmax(1)[0].sort(descending=True).values
+        said = (
+            f"probabilities {top[0]:.6f}, {top[1]:.6f}",
+            f"evidence {passage.sigmoid[0, label].sigmoid():.6f}",
+        )
+        for row, branch in enumerate(_HEADS):
+            ex = explain_pass(double, passage, MapConfig(branch=branch))
+            rows[row].append(colours(ex.maps[0]))
+            captions[row].append(said[row] + ("\nblank map" if bool(ex.blank[0]) else ""))
+    return grid(
+        rows,
+        columns=("input", *(f"{name}\ndelta = {delta:+.2f}" for name, delta, _ in shifts)),
+        captions=captions,
+    )
+
+
+def _outside(mask: Tensor, size: torch.Size) -> Tensor:
+    """(P, Q): 1 for cells that hold nothing of the object."""
+    pooled = torch.nn.functional.adaptive_max_pool2d(mask.float()[None, None], (size[0], size[1]))
+    return 1 - pooled[0, 0]

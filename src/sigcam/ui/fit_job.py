@@ -1,0 +1,69 @@
+"""A fit in the background, with progress, that can be stopped."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from sigcam.core.config import FitConfig
+from sigcam.data.sample import Samples
+from sigcam.network.attachment import attach
+from sigcam.network.dual import DualBranch
+from sigcam.training.branch import FitResult, fit
+
+
+class Stopped(Exception):
+    """Somebody asked a fit to stop."""
+
+
+@dataclass
+class FitJob:
+    """A fit in a thread of its own: how far it is, and what came of it."""
+
+    net: DualBranch
+    samples: Samples
+    config: FitConfig
+    stage: str = "starting"
+    done: int = 0
+    total: int = 0
+    result: FitResult | None = None
+    error: BaseException | None = None
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    @staticmethod
+    def beside(net: DualBranch, samples: Samples, config: FitConfig | None = None) -> FitJob:
+        """A fit of another branch beside the same model: what is shown to others stays as it is."""
+        other = attach(net.origin, head=net.named["head"], layer=net.named["layer"], example=net.example)
+        other.transform, other.class_names = net.transform, net.class_names
+        return FitJob(other, samples, config or FitConfig())
+
+    def start(self) -> None:
+        """Begins."""
+        self._thread = threading.Thread(target=self._run, name="sigcam-fit", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends it at the next chance, with the branch as it was."""
+        self._stop.set()
+
+    @property
+    def running(self) -> bool:
+        """Whether it is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self, seconds: float) -> None:
+        """Returns when it ends, or after so long."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            self.result = fit(self.net, self.samples, self.config, progress=self._progress)
+        except BaseException as error:
+            self.error = error
+
+    def _progress(self, stage: str, done: int, total: int) -> None:
+        if self._stop.is_set():
+            raise Stopped
+        self.stage, self.done, self.total = stage, done, total

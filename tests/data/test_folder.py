@@ -1,0 +1,398 @@
+"""Pictures on disk: every odd file kind opens, every bad one is named, and nothing unreadable stops a run."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from sigcam.core.errors import DataError
+from sigcam.data.images import images_from_paths, open_image
+from sigcam.data.loader import Batch, load_batches
+from sigcam.data.readers.folder import folder
+from sigcam.data.registry import READERS, open_dataset
+from sigcam.data.sample import Sample, Samples
+
+SIZE = (6, 4)
+
+
+def put(path: Path, colour: str = "red", size: tuple[int, int] = SIZE) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, colour).save(path)
+    return path
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    pixels = torch.from_numpy(np.array(image.resize(SIZE)))
+    return pixels.permute(2, 0, 1).float() / 255
+
+
+def first_pixel(path: Path) -> tuple[int, int, int]:
+    image = open_image(path)
+    assert image.mode == "RGB"
+    pixel = image.getpixel((0, 0))
+    assert isinstance(pixel, tuple)
+    return int(pixel[0]), int(pixel[1]), int(pixel[2])
+
+
+def says(sentence: str, call: Callable[[], object]) -> None:
+    with pytest.raises(DataError) as caught:
+        call()
+    assert str(caught.value) == sentence
+
+
+def test_importing_data_imports_no_torch_numpy_or_pillow() -> None:
+    code = "import sys, sigcam.data; print([m for m in ('torch', 'numpy', 'PIL') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# --- open_picture ---
+
+
+@pytest.mark.parametrize("extension", ["jpg", "png", "bmp", "webp", "gif", "tif"])
+def test_every_common_kind_opens(tmp_path: Path, extension: str) -> None:
+    path = put(tmp_path / f"x.{extension}")
+    assert open_image(path).size == SIZE
+    assert np.abs(np.array(first_pixel(path)) - (255, 0, 0)).max() < 4
+
+
+@pytest.mark.parametrize(
+    ("mode", "colour", "expected"),
+    [
+        ("1", 1, (255, 255, 255)),
+        ("L", 100, (100, 100, 100)),
+        ("P", 0, (0, 0, 0)),
+        ("CMYK", (0, 255, 255, 0), (255, 0, 0)),
+    ],
+)
+def test_odd_colour_modes_become_rgb(
+    tmp_path: Path, mode: str, colour: int | tuple[int, ...], expected: tuple[int, int, int]
+) -> None:
+    path = tmp_path / "x.tif"
+    Image.new(mode, SIZE, colour).save(path)
+    assert first_pixel(path) == expected
+
+
+def test_cmyk_jpeg_is_not_inverted(tmp_path: Path) -> None:
+    path = tmp_path / "x.jpg"
+    Image.new("CMYK", (16, 16), (0, 255, 255, 0)).save(path, quality=95)
+    assert np.abs(np.array(first_pixel(path)) - (255, 0, 0)).max() < 8
+
+
+@pytest.mark.parametrize("value", [0, 257, 32896, 65535])
+def test_16_bit_grey_is_scaled_by_its_full_range(tmp_path: Path, value: int) -> None:
+    for extension in ("png", "tif"):
+        path = tmp_path / f"x.{extension}"
+        Image.fromarray(np.full((4, 6), value, dtype=np.uint16)).save(path)
+        assert first_pixel(path) == (value // 257,) * 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "expected"),
+    [
+        (np.int32, (0, 200), (0, 200)),
+        (np.int32, (0, 25700), (0, 100)),
+        (np.int32, (-1000, 1000), (0, 255)),
+        (np.int32, (70000, 70001), (0, 255)),
+        (np.float32, (0.0, 0.5), (0, 128)),
+        (np.float32, (0.0, 200.0), (0, 200)),
+        (np.float32, (-2.0, 2.0), (0, 255)),
+        (np.float32, (-3.0, -3.0), (0, 0)),
+        (np.float32, (float("nan"), 1.0), (0, 255)),
+    ],
+)
+def test_deep_grey_without_a_range_is_not_clipped(
+    tmp_path: Path, dtype: type, values: tuple[float, float], expected: tuple[int, int]
+) -> None:
+    path = tmp_path / "x.tif"
+    Image.fromarray(np.array([values], dtype=dtype)).save(path)
+    assert np.asarray(open_image(path))[0, :, 0].tolist() == list(expected)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_alpha_is_laid_on_white(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "x.png"
+    Image.new(mode, SIZE, (0,) * len(mode)).save(path)
+    assert first_pixel(path) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("extension", ["png", "gif"])
+def test_transparent_palette_is_laid_on_white(tmp_path: Path, extension: str) -> None:
+    path = tmp_path / f"x.{extension}"
+    image = Image.new("P", SIZE, 1)
+    image.putpalette([0, 0, 0, 255, 0, 0])
+    image.putpixel((1, 0), 0)
+    image.save(path, transparency=1)
+    assert first_pixel(path) == (255, 255, 255)
+
+
+def test_animation_gives_its_first_frame(tmp_path: Path) -> None:
+    path = tmp_path / "x.gif"
+    Image.new("RGB", SIZE, "red").save(path, save_all=True, append_images=[Image.new("RGB", SIZE, "blue")])
+    assert first_pixel(path) == (255, 0, 0)
+
+
+def test_one_pixel_is_a_picture(tmp_path: Path) -> None:
+    assert open_image(put(tmp_path / "x.png", size=(1, 1))).size == (1, 1)
+
+
+def test_exif_rotation_is_applied(tmp_path: Path) -> None:
+    path = tmp_path / "x.png"
+    image = Image.new("RGB", (6, 4), "blue")
+    image.putpixel((0, 0), (255, 0, 0))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn 90 degrees clockwise to stand upright
+    image.save(path, exif=exif)
+    upright = open_image(path)
+    assert upright.size == (4, 6)
+    assert upright.getpixel((3, 0)) == (255, 0, 0)
+
+
+def test_broken_exif_does_not_hide_the_picture(tmp_path: Path) -> None:
+    path = tmp_path / "x.jpg"
+    Image.new("RGB", SIZE, "red").save(path, exif=b"Exif\x00\x00MM\x00*\xff\xff\xff\xff broken")
+    assert open_image(path).size == SIZE
+
+
+def test_missing_empty_foreign_and_folder_are_named(tmp_path: Path) -> None:
+    missing, empty, text = tmp_path / "no.png", tmp_path / "empty.png", tmp_path / "text.png"
+    empty.touch()
+    text.write_text("not a picture")
+    says(f"cannot read {missing}: No such file or directory.", partial(open_image, missing))
+    says(f"cannot read {empty}: it is empty.", partial(open_image, empty))
+    says(
+        f"cannot read {text}: it is not a picture, or of a kind that Pillow does not know.",
+        partial(open_image, text),
+    )
+    says(f"cannot read {tmp_path}: it is a folder, not a picture.", partial(open_image, tmp_path))
+
+
+@pytest.mark.parametrize("extension", ["jpg", "png", "bmp", "webp", "gif", "tif"])
+def test_truncated_files_are_named(tmp_path: Path, extension: str) -> None:
+    path = tmp_path / f"x.{extension}"
+    noise = np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, format={"jpg": "JPEG", "tif": "TIFF"}.get(extension, extension))
+    path.write_bytes(buffer.getvalue()[: len(buffer.getvalue()) // 2])
+    with pytest.raises(DataError, match=f"cannot read {path}: "):
+        open_image(path)
+
+
+def test_forbidden_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    path = put(tmp_path / "x.png")
+    monkeypatch.setattr(Image, "open", refuse)
+    says(f"cannot read {path}: Permission denied.", partial(open_image, path))
+
+
+@pytest.mark.parametrize(
+    "limit", [20, 10]
+)  # 24 pixels: Pillow warns above the limit, raises above twice the limit
+def test_pictures_over_pillows_limit_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    path = put(tmp_path / "x.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+    says(
+        f"cannot read {path}: it has more than {limit} pixels; make it smaller first.",
+        partial(open_image, path),
+    )
+
+
+# --- folder and pictures ---
+
+
+def test_folder_labels_by_sorted_folder_name(tmp_path: Path) -> None:
+    for name in (
+        "dog/b.JPG",
+        "dog/deep/a.png",
+        "cat/1.jpeg",
+        "cat/.hidden.png",
+        ".git/x.png",
+        "cat/notes.txt",
+    ):
+        put(tmp_path / name) if not name.endswith("txt") else (tmp_path / name).write_text("x")
+    samples = folder(tmp_path)
+    assert samples.classes == ("cat", "dog")
+    assert [(s.id, s.label) for s in samples] == [("cat/1.jpeg", 0), ("dog/b.JPG", 1), ("dog/deep/a.png", 1)]
+    assert samples[0].open().size == SIZE
+
+
+def test_folder_with_splits_picks_one_with_the_classes_of_train(tmp_path: Path) -> None:
+    for name in ("train/a/1.png", "train/b/2.png", "val/b/3.png"):
+        put(tmp_path / name)
+    assert [s.id for s in folder(tmp_path)] == ["train/a/1.png", "train/b/2.png"]
+    for split in ("val", "test"):  # there is no test/: val/ stands in
+        samples = folder(tmp_path, split=split)
+        assert [(s.id, s.label) for s in samples] == [("val/b/3.png", 1)]
+        assert samples.classes == ("a", "b")
+    says(f"{tmp_path} has no split 'dev': it has train, val.", partial(folder, tmp_path, split="dev"))
+
+
+def test_classes_named_train_and_bus_are_no_splits(tmp_path: Path) -> None:
+    put(tmp_path / "train" / "1.png")
+    put(tmp_path / "bus" / "2.png")
+    assert folder(tmp_path).classes == ("bus", "train")
+
+
+def test_folder_names_what_is_wrong(tmp_path: Path) -> None:
+    says(
+        f"{tmp_path / 'no'} does not exist: give a folder with one folder of pictures per class.",
+        partial(folder, tmp_path / "no"),
+    )
+    says(
+        f"{tmp_path} is not a labelled set: it holds no class folders and no pictures. "
+        f"Put them in {tmp_path}/<class>/<file>.",
+        partial(folder, tmp_path),
+    )
+    picture = put(tmp_path / "x.png")
+    says(
+        f"{tmp_path} is not a labelled set: it holds pictures but no class folders. "
+        f"Put them in {tmp_path}/<class>/<file>.",
+        partial(folder, tmp_path),
+    )
+    says(f"cannot list {picture}: Not a directory. Give a folder of class folders.", partial(folder, picture))
+
+
+def test_class_folder_without_pictures_is_named(tmp_path: Path) -> None:
+    put(tmp_path / "cat" / "1.png")
+    (tmp_path / "dog").mkdir()
+    says(
+        f"class folder {tmp_path / 'dog'} holds no pictures: fill it or remove it.", partial(folder, tmp_path)
+    )
+
+
+def test_class_unknown_to_train_is_named(tmp_path: Path) -> None:
+    put(tmp_path / "train" / "cat" / "1.png")
+    put(tmp_path / "test" / "cow" / "1.png")
+    says(
+        f"{tmp_path / 'test' / 'cow'} is not a class of {tmp_path / 'train'}: add it there or take it out.",
+        partial(folder, tmp_path, split="test"),
+    )
+
+
+def test_pictures_are_unlabelled_with_ids_that_stay_below_one_folder(tmp_path: Path) -> None:
+    for name in ("in/b.png", "in/a.png", "in/deep/c.png", "z.odd"):
+        put(tmp_path / name) if not name.endswith("odd") else put(tmp_path / "t.png").rename(tmp_path / name)
+    samples = images_from_paths([tmp_path / "z.odd", tmp_path / "in", tmp_path / "in" / "a.png"])
+    assert [s.id for s in samples] == ["z.odd", "in/a.png", "in/b.png", "in/deep/c.png"]
+    assert samples.classes == ()
+    assert all(s.label is None and s.open().size == SIZE for s in samples)
+    assert [s.id for s in images_from_paths([tmp_path / "in" / "a.png"])] == ["a.png"]
+
+
+def test_pictures_name_what_is_wrong(tmp_path: Path) -> None:
+    missing = tmp_path / "no.png"
+    says(
+        f"{missing} does not exist: give picture files or folders of them.",
+        partial(images_from_paths, [missing]),
+    )
+    says(
+        f"{tmp_path} holds no pictures: looked for bmp gif jpeg jpg png tif tiff webp.",
+        partial(images_from_paths, [tmp_path]),
+    )
+    says("no pictures given: name at least one file or folder.", partial(images_from_paths, []))
+
+
+# --- open_dataset ---
+
+
+def test_open_dataset_guesses_shapes_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path / "shapes" / "cat" / "1.png")
+    monkeypatch.chdir(tmp_path)
+    assert len(open_dataset("shapes:5", split="test")) == 5
+    assert open_dataset("shapes:1", split="test")[0].id == "test/000000"
+    for place in ("./shapes", Path("shapes"), str(tmp_path / "shapes")):
+        assert open_dataset(place).classes == ("cat",)
+    assert open_dataset("shapes", format="folder").classes == ("cat",)
+
+
+def test_a_reader_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_nothing(path: str | Path, *, split: str) -> Samples:
+        return Samples((), (str(path), split))
+
+    monkeypatch.setitem(READERS, "nothing", read_nothing)
+    assert open_dataset("here", format="nothing", split="val").classes == ("here", "val")
+
+
+def test_open_dataset_names_what_is_wrong() -> None:
+    says(
+        "there is no data format 'coco': choose one of shapes, folder, wsol, cub, cars, pets, ilsvrc.",
+        partial(open_dataset, "x", format="coco"),
+    )
+    for bad in ("shapes:many", "shapes:", "birds"):
+        says(
+            f"cannot read {bad!r} as shapes: write shapes, or shapes:500 for a count.",
+            partial(open_dataset, bad, format="shapes"),
+        )
+
+
+# --- collect ---
+
+
+def set_with_damage(root: Path) -> Samples:
+    """Ten labelled pictures; 1, 4, 5 and 9 cannot be read."""
+    for index in range(10):
+        path = put(root / f"{'ab'[index % 2]}" / f"{index}.png", size=(index + 1, 3))
+        if index in (1, 4, 5, 9):
+            path.write_bytes(path.read_bytes()[:40])
+    samples = sorted(folder(root), key=lambda sample: sample.id[-5])
+    return Samples(tuple(samples), ("a", "b"))
+
+
+def check_damage(batches: list[Batch]) -> None:
+    assert [batch.indices for batch in batches] == [[0], [2, 3], [], [6, 7], [8]]
+    assert [len(batch.skipped) for batch in batches] == [1, 0, 2, 0, 1]
+    assert [id for batch in batches for id, _ in batch.skipped] == [
+        "b/1.png",
+        "a/4.png",
+        "b/5.png",
+        "b/9.png",
+    ]
+    assert all(reason.startswith("cannot read ") for batch in batches for _, reason in batch.skipped)
+    for batch in batches:
+        assert batch.labels is not None
+        assert batch.labels.dtype == torch.int64
+        assert batch.labels.tolist() == [index % 2 for index in batch.indices]
+        assert batch.images.shape == ((len(batch.indices), 3, 4, 6) if batch.indices else (0, 3, 0, 0))
+
+
+def test_damaged_files_are_named_and_skipped_in_order(tmp_path: Path) -> None:
+    check_damage(list(load_batches(set_with_damage(tmp_path), to_tensor, batch_size=2)))
+
+
+def test_workers_give_the_same_batches(tmp_path: Path) -> None:
+    check_damage(list(load_batches(set_with_damage(tmp_path), to_tensor, batch_size=2, workers=1)))
+
+
+def test_unlabelled_pictures_have_no_labels(tmp_path: Path) -> None:
+    samples = images_from_paths([put(tmp_path / "x.png")])
+    (batch,) = load_batches(samples, to_tensor, batch_size=4)
+    assert batch.labels is None
+    assert torch.equal(batch.images[0], to_tensor(samples[0].open()))
+
+
+def test_collect_leaves_the_global_generator_alone(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    list(load_batches(images_from_paths([put(tmp_path / "x.png")]), to_tensor, batch_size=1))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_other_errors_than_data_errors_are_not_swallowed() -> None:
+    def broken() -> Image.Image:
+        raise RuntimeError("a bug, not a bad file")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        list(load_batches(Samples((Sample("x", broken),), ()), to_tensor, batch_size=1))

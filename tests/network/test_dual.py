@@ -1,0 +1,537 @@
+"""The network with two heads: what its branch is made of, and the file it is kept in."""
+
+import copy
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torchvision
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from sigcam.core.config import FitConfig
+from sigcam.core.errors import AttachError, CheckpointError
+from sigcam.models.state_dict import fingerprint
+from sigcam.network.attachment import attach
+from sigcam.network.branch_file import load
+from sigcam.network.dual import DualBranch
+from sigcam.training.branch import fit
+from support.tiny import Gap, InPlace, Normed, Probabilities, TwoHeads, Vgg, attached, easy_data, images
+
+MODELS: list[Callable[[], nn.Module]] = [Gap, Vgg, Normed, InPlace, Probabilities, TwoHeads]
+
+
+@pytest.fixture(scope="module")
+def squeezenet() -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = torchvision.models.squeezenet1_1(num_classes=5)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def convnext() -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = timm.create_model("convnext_atto", num_classes=5).eval()
+    with torch.no_grad():
+        for parameter in model.get_submodule("head.norm").parameters():
+            parameter.uniform_(0.5, 1.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def deit() -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = timm.create_model("deit_tiny_distilled_patch16_224", img_size=64, num_classes=5)
+    return model.eval()
+
+
+# -------------------------------------------------------------------------------------------- both branches
+
+
+@given(st.sampled_from(MODELS), st.integers(1, 5), st.integers(1, 6), st.integers(0, 99))
+def test_softmax_is_bit_equal_to_the_bare_model(
+    make: Callable[..., nn.Module], batch: int, classes: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model = make(classes).eval()
+    net = attach(model, example=images(1))
+    with torch.no_grad():
+        expected = model(images(batch, seed))
+    assert torch.equal(net(images(batch, seed)).softmax, expected)
+    assert torch.equal(net.run(images(batch, seed), grad=True).softmax, expected)
+    assert net(images(batch, seed)).sigmoid.shape == (batch, classes)
+
+
+def test_softmax_is_bit_equal_on_real_architectures(
+    squeezenet: nn.Module, convnext: nn.Module, deit: nn.Module
+) -> None:
+    x = images(2, size=64)
+    for model in (squeezenet, convnext, deit):
+        net = attach(model, example=images(1, size=64))
+        with torch.no_grad():
+            assert torch.equal(net.run(x, grad=True).softmax, model(x))
+
+
+@pytest.mark.parametrize("make", [Gap, Vgg, Normed, InPlace, TwoHeads])
+def test_a_copied_branch_says_what_the_softmax_head_says(make: Callable[[], nn.Module]) -> None:
+    net = attach(make(), example=images(1), init="copy")
+    assert torch.equal(net(images()).sigmoid, net(images()).softmax)
+
+
+def test_a_copied_branch_gives_the_logits_behind_probabilities() -> None:
+    model = Probabilities().eval()
+    net = attach(model, example=images(1), init="copy")
+    out = net(images())
+    assert torch.equal(out.sigmoid, Gap.forward(model, images()))
+    assert torch.equal(out.sigmoid.softmax(1), out.softmax)
+
+
+def test_a_copied_branch_of_a_distilled_deit_averages_its_two_heads(deit: nn.Module) -> None:
+    net = attach(deit, example=images(1, size=64), init="copy")
+    out = net(images(2, size=64))
+    assert torch.equal(out.sigmoid, out.softmax)
+    assert isinstance(net.head, tuple)
+    assert out.pooled.shape == (2, 2 * 192)
+    assert torch.allclose(net.sigmoid.from_pooled(out.pooled), out.sigmoid, atol=1e-6)
+
+
+def test_a_fresh_branch_is_normal_with_std_a_hundredth_and_no_bias() -> None:
+    net = attach(Gap(classes=500, channels=64), example=images(1))
+    layer = net.last_layer("sigmoid")
+    assert isinstance(layer, nn.Linear)
+    weight = layer.weight.detach()
+    assert abs(float(weight.std()) - 0.01) < 2e-4
+    assert abs(float(weight.mean())) < 2e-4
+    assert not layer.bias.any()
+
+
+def test_a_fresh_branch_depends_on_its_seed_and_not_on_the_global_one() -> None:
+    model = Vgg()
+    torch.manual_seed(1)
+    first = attach(model, example=images(1), seed=5)
+    torch.manual_seed(2)
+    second, third = attach(model, example=images(1), seed=5), attach(model, example=images(1), seed=6)
+    weights = [net.state_dict()["sigmoid.copies.0.0.weight"] for net in (first, second, third)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_a_branch_of_a_frozen_model_is_trainable_and_holds_no_gradient() -> None:
+    model = Gap().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    net = attach(model, example=images(1))
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in net.parameters())
+
+
+def test_normalisation_inside_the_head_keeps_trained_values_frozen(convnext: nn.Module) -> None:
+    net = attach(convnext, example=images(1, size=64))
+    trained, ours = convnext.get_submodule("head.norm"), net.sigmoid.copies[0].get_submodule("norm")
+    for name, value in trained.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value)
+    frozen = [name for name, p in net.named_parameters() if not p.requires_grad]
+    assert frozen == ["sigmoid.copies.0.norm.weight", "sigmoid.copies.0.norm.bias"]
+
+
+def test_pooled_is_what_enters_the_first_trainable_layer_after_the_norm(convnext: nn.Module) -> None:
+    net = attach(convnext, example=images(1, size=64))
+    seen: list[Tensor] = []
+    last = convnext.get_submodule("head.fc")
+    handle = last.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    out = net(images(2, size=64))
+    handle.remove()
+    assert torch.equal(out.pooled, seen[0])
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_running_from_pooled_gives_the_branch_logits(make: Callable[[], nn.Module]) -> None:
+    net = attached(make())
+    out = net(images(5))
+    assert torch.allclose(net.sigmoid.from_pooled(out.pooled), out.sigmoid, atol=1e-6)
+
+
+class Backwards(nn.Module):
+    """A head that names its last layer first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.hidden = nn.Linear(5, 4), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.hidden(x).tanh())
+        return logits
+
+
+class Parallel(nn.Module):
+    """A head with two layers that both read its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.a(x) + self.b(x * x))
+        return logits
+
+
+@pytest.mark.parametrize("head", [Backwards, Parallel])
+def test_pooled_is_what_decides_whatever_order_the_head_names_its_layers_in(
+    head: Callable[[], nn.Module],
+) -> None:
+    class Model(Gap):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = head()  # type: ignore[assignment]
+
+    net = attached(Model())
+    out = net(images(5))
+    assert out.pooled.shape == (5, 6)
+    assert torch.equal(out.pooled, out.features.mean((2, 3)))
+    assert torch.allclose(net.sigmoid.from_pooled(out.pooled), out.sigmoid, atol=1e-6)
+    before = {name: value.clone() for name, value in net.named_parameters()}
+    fit(net, easy_data(), FitConfig("paper", epochs=1))
+    assert all(not torch.equal(value, before[name]) for name, value in net.named_parameters())
+
+
+def test_a_relu_after_the_last_layer_is_left_out_of_the_branch(squeezenet: nn.Module) -> None:
+    net = attach(squeezenet, example=images(1, size=64))
+    out = net(images(4, size=64))
+    assert (out.softmax >= 0).all()
+    assert (out.sigmoid < 0).any()
+    copied = attach(squeezenet, example=images(1, size=64), init="copy")
+    last = squeezenet.get_submodule("classifier.1")
+    expected = last(out.features).mean((2, 3))
+    assert torch.allclose(copied(images(4, size=64)).sigmoid, expected, atol=1e-6)
+    assert isinstance(squeezenet.get_submodule("classifier.2"), nn.ReLU)  # the user's own stays
+
+
+def test_a_softmax_module_at_the_end_of_the_head_is_left_out_of_the_branch() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, 4),
+        nn.Softmax(1),
+    ).eval()
+    net = attach(model, example=images(1), init="copy")
+    out = net(images())
+    assert (out.sigmoid < 0).any()
+    assert torch.allclose(out.sigmoid.softmax(1), out.softmax, atol=1e-6)
+    assert torch.equal(out.softmax, model(images()))
+
+
+def test_the_users_hooks_on_the_head_do_not_fire_for_the_copy() -> None:
+    model = Vgg()
+    fired: list[str] = []
+    lock = threading.Lock()  # cannot be copied, and need not be
+
+    def hook(*_: object) -> None:
+        with lock:
+            fired.append("hook")
+
+    model.classifier.register_forward_hook(hook)
+    model.classifier[0].register_forward_pre_hook(hook)
+    net = attach(model, example=images(1))
+    fired.clear()
+    out = net(images())
+    assert len(fired) == 2  # once each, by the model itself
+    net.sigmoid.from_pooled(out.pooled)
+    assert len(fired) == 2
+
+
+def test_the_users_hooks_on_the_layer_are_seen_in_the_features() -> None:
+    model = Gap()
+    model.body.register_forward_hook(lambda module, args, out: out + 1)
+    net = attach(model, example=images(1))
+    assert (net(images()).features >= 1).all()
+
+
+def test_two_heads_combined_from_parts_of_one_output_are_followed() -> None:
+    class Chunked(TwoHeads):
+        def forward(self, x: Tensor) -> Tensor:
+            pooled = self.body(x).mean((2, 3))
+            both = torch.stack([self.fc(pooled), self.other(pooled)], 1)  # (B, 2, C)
+            first, second = both.unbind(1)
+            mean: Tensor = 0.25 * first + 0.75 * second
+            return mean.view(len(x), 2, 2).reshape(len(x), 4)
+
+    net = attach(Chunked(), example=images(1), init="copy")
+    assert torch.allclose(net(images(5)).sigmoid, net(images(5)).softmax, atol=1e-7)
+
+
+def test_heads_combined_with_other_values_are_refused_with_what_to_do() -> None:
+    class Gated(TwoHeads):
+        def forward(self, x: Tensor) -> Tensor:
+            pooled = self.body(x).mean((2, 3))
+            gate: Tensor = pooled[:, :4].sigmoid()
+            mixed: Tensor = gate * self.fc(pooled) + (1 - gate) * self.other(pooled)
+            return mixed
+
+    with pytest.raises(AttachError, match="Name one head"):
+        attach(Gated(), example=images(1))
+
+
+def test_the_network_says_what_it_is() -> None:
+    net = attach(Vgg(), example=images(1))
+    assert repr(net) == "DualBranch(Vgg: layer='features.4', head='classifier', 4 classes, not fitted)"
+    assert net.head is net.model.classifier
+    assert net.layer is net.model.get_submodule("features.4")
+    assert net.classes == 4
+
+
+def test_attach_sees_through_wrappers() -> None:
+    model = Gap()
+    assert attach(nn.DataParallel(model), example=images(1)).model is model
+    with pytest.raises(AttachError, match=r"needs a torch\.nn\.Module, not str"):
+        attach("resnet50")  # type: ignore[arg-type]
+
+
+def test_a_model_made_in_inference_mode_is_refused_with_what_to_do() -> None:
+    with torch.inference_mode():
+        model = Gap()
+        with pytest.raises(
+            AttachError, match=r"made inside torch\.inference_mode\(\).* a copy of it, outside"
+        ):
+            attach(model, example=images(1))
+    net = attach(copy.deepcopy(model), example=images(1))
+    with torch.no_grad():
+        assert torch.equal(net(images()).softmax, model(images()))
+
+
+def test_a_model_that_forbids_gradients_itself_is_explained_all_the_same() -> None:
+    class Forbidding(Gap):
+        @torch.no_grad()
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    model, plain = Forbidding(), Gap()
+    plain.load_state_dict(model.state_dict())
+    net, other = attached(model), attached(plain)
+    for branch in ("sigmoid", "softmax"):
+        gradients = []
+        for used in (net, other):
+            passage = used.run(images(), grad=True)
+            logits = passage.sigmoid if branch == "sigmoid" else passage.softmax_logits
+            gradients.append(torch.autograd.grad(logits[:, 1].sum(), passage.cut)[0])
+        assert torch.equal(gradients[0], gradients[1])
+
+
+def test_running_from_pooled_works_after_moving_the_network(convnext: nn.Module) -> None:
+    net = attach(copy.deepcopy(convnext), example=images(1, size=64)).to(torch.float64)
+    out = net(images(2, size=64).double())
+    assert torch.allclose(net.sigmoid.from_pooled(out.pooled), out.sigmoid)
+
+
+# ---------------------------------------------------------------------------------------------- the file
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[DualBranch, Path]:
+    net = attach(Vgg(), example=images(1))
+    fit(net, easy_data(), FitConfig("paper", epochs=2))
+    net.class_names = ("hawk", "owl", "heron", "wren")
+    path = tmp_path / "branch.safetensors"
+    net.save(path)
+    return net, path
+
+
+def test_a_saved_branch_comes_back_to_the_bit(saved: tuple[DualBranch, Path]) -> None:
+    net, path = saved
+    back = load(path, copy.deepcopy(net.model), example=images(1))
+    assert torch.equal(back(images()).sigmoid, net(images()).sigmoid)
+    assert back.class_names == ("hawk", "owl", "heron", "wren")
+    assert back.recipe == net.recipe
+    assert back.recipe["epochs"] == 2
+    assert back.fitted
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_every_kind_of_branch_can_be_saved_unfitted_too(
+    make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    net = attach(make(), example=images(1), seed=3)
+    net.save(tmp_path / "b.safetensors")
+    back = load(str(tmp_path / "b.safetensors"), net.model, example=images(1))
+    assert not back.fitted
+    assert back.class_names is None
+    assert torch.equal(back(images()).sigmoid, net(images()).sigmoid)
+
+
+def test_named_head_and_layer_are_found_again_on_loading(tmp_path: Path) -> None:
+    model = Vgg()
+    net = attach(model, head="classifier.3", layer="features.0", example=images(1))
+    net.save(tmp_path / "b.safetensors")
+    back = load(tmp_path / "b.safetensors", model, example=images(1))
+    assert (back.split.heads, back.split.layer) == (("classifier.3",), "features.0")
+    assert torch.equal(back(images()).sigmoid, net(images()).sigmoid)
+
+
+def test_a_file_holds_the_branch_alone(saved: tuple[DualBranch, Path]) -> None:
+    net, path = saved
+    assert load_file(path).keys() == net.state_dict().keys()
+
+
+def refused(path: Path, model: nn.Module) -> str:
+    """The sentence with which loading is refused."""
+    with pytest.raises(CheckpointError) as caught:
+        load(path, model, example=images(1))
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    assert path.name in sentence
+    assert sentence.endswith(".")
+    return sentence
+
+
+def test_other_weights_are_refused(saved: tuple[DualBranch, Path]) -> None:
+    net, path = saved
+    other = copy.deepcopy(net.model)
+    with torch.no_grad():
+        next(other.parameters()).view(-1)[0] += 1e-6
+    assert "other weights" in refused(path, other)
+
+
+def test_other_batch_norm_statistics_are_other_weights_but_a_count_is_not() -> None:
+    model = Normed()
+    before = fingerprint(model)
+    model.get_buffer("bn1.num_batches_tracked").add_(1)
+    assert fingerprint(model) == before
+    model.get_buffer("bn1.running_mean").add_(0.1)
+    assert fingerprint(model) != before
+
+
+def test_another_class_count_is_refused(saved: tuple[DualBranch, Path]) -> None:
+    assert "with 4 classes after the layer features.4; this Vgg has classifier with 7" in refused(
+        saved[1], Vgg(classes=7)
+    )
+
+
+def test_another_architecture_is_refused(saved: tuple[DualBranch, Path]) -> None:
+    assert "a head classifier with 4 classes after the layer features.4; this Gap has fc" in refused(
+        saved[1], Gap()
+    )
+
+
+def test_a_missing_named_layer_is_refused(tmp_path: Path) -> None:
+    net = attach(Vgg(), layer="features.0", example=images(1))
+    net.save(tmp_path / "b.safetensors")
+    assert "Load it onto the model it was fitted to" in refused(tmp_path / "b.safetensors", Gap())
+
+
+def test_a_file_that_is_no_branch_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_file({"weight": torch.zeros(2)}, path)
+    assert "not a sigcam branch" in refused(path, Gap())
+    for content in (b"", b"hello", b"\x80\x00\x00\x00\x00\x00\x00\x00{}"):
+        path.write_bytes(content)
+        assert "not a readable branch file" in refused(path, Gap())
+
+
+@pytest.mark.parametrize("about", ["{", "[]", "{}", json.dumps({"named": {}, "heads": ["fc"]})])
+def test_a_file_with_a_broken_description_is_refused(tmp_path: Path, about: str) -> None:
+    path = tmp_path / "odd.safetensors"
+    save_file({"weight": torch.zeros(2)}, path, metadata={"sigcam-branch": about})
+    assert "does not say what it was fitted to" in refused(path, Gap())
+
+
+def test_a_truncated_file_is_refused_wherever_it_ends(saved: tuple[DualBranch, Path]) -> None:
+    net, path = saved
+    whole = path.read_bytes()
+    for length in (4, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert "not a readable branch file" in refused(path, net.model)
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    assert "does not exist" in refused(tmp_path / "none.safetensors", Gap())
+    refused(tmp_path, Gap())
+
+
+def test_not_a_number_inside_is_refused(saved: tuple[DualBranch, Path]) -> None:
+    net, path = saved
+    with torch.no_grad():
+        next(net.parameters()).view(-1)[3] = float("nan")
+    net.save(path)
+    assert "NaN or infinite numbers in sigmoid.copies.0.0.weight" in refused(path, net.model)
+
+
+def test_tensors_of_other_shapes_are_refused(saved: tuple[DualBranch, Path]) -> None:
+    net, path = saved
+    tensors = load_file(path)
+    about = {"sigcam-branch": json.dumps(_about(path))}
+    tensors.pop("sigmoid.copies.0.3.bias")
+    save_file(tensors, path, metadata=about)
+    assert "does not fit this Vgg" in refused(path, net.model)
+
+
+def _about(path: Path) -> object:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["sigcam-branch"])
+
+
+def test_a_refused_load_leaves_the_model_loadable(saved: tuple[DualBranch, Path]) -> None:
+    net, path = saved
+    refused(path, Gap())
+    assert load(path, net.model, example=images(1)).fitted
+
+
+def test_saving_where_nothing_can_be_written_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+    net = attach(Gap(), example=images(1))
+    file = tmp_path / "file"
+    file.write_text("kept")
+    for path in (tmp_path / "no" / "b.safetensors", file / "b.safetensors"):
+        with pytest.raises(CheckpointError, match=r"cannot write .*b\.safetensors: .+\."):
+            net.save(path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CheckpointError, match="cannot write"):
+        net.save(tmp_path / "folder")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
+    assert file.read_text() == "kept"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_saving_without_permission_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        attach(Gap(), example=images(1)).save(tmp_path / "b.safetensors")
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(28, "No space left")])
+def test_a_write_that_fails_half_way_leaves_the_old_file_and_no_part(
+    saved: tuple[DualBranch, Path], monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    net, path = saved
+    before = path.read_bytes()
+
+    def half(self: Path, data: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(data[:100])
+        raise error
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(CheckpointError, match=error.strerror):
+        net.save(path)
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_the_preprocessing_of_a_timm_model_follows_the_size_it_was_built_for() -> None:
+    import timm
+
+    net = attach(timm.create_model("vit_tiny_patch16_224", img_size=96, num_classes=3, depth=1))
+    assert (net.transform.height, net.transform.width) == (96, 96)  # type: ignore[union-attr]
+
+
+def test_load_says_that_the_path_comes_first() -> None:
+    with pytest.raises(CheckpointError, match="a path, then the model"):
+        load(Gap(), "branch.safetensors")  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Networks, oracles and cases that tests of several packages share."""

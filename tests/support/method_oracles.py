@@ -1,0 +1,296 @@
+"""Slow, obvious versions of every CAM method for one image and one class, written from the papers' formulas.
+
+Everything is float64: one forward hook on a plain model, plain autograd, then NumPy. Options put in what a
+peer does instead; their defaults are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from support.oracles import min_max
+
+Array = NDArray[Any]
+Target = Callable[[Tensor, int], Tensor]  # logits (C,) of one image and a class -> the scalar to explain
+
+GRADIENT_METHODS = ("grad-cam", "grad-cam++", "xgrad-cam", "layer-cam", "hires-cam", "eigengrad-cam")
+OTHER_METHODS = ("score-cam", "ablation-cam", "eigen-cam")
+
+
+# ----------------------------------------------------------------------------------------------- targets
+
+
+def logit(logits: Tensor, k: int) -> Tensor:
+    return logits[k]
+
+
+def softmax_probability(logits: Tensor, k: int) -> Tensor:
+    return logits[k].exp() / logits.exp().sum()
+
+
+def sigmoid_probability(logits: Tensor, k: int) -> Tensor:
+    return 1 / (1 + (-logits[k]).exp())
+
+
+def nearest(logits: Tensor, k: int) -> list[int]:
+    """The three other classes whose logits are nearest to z_k."""
+    others = [d for d in range(len(logits)) if d != k]
+    return sorted(others, key=lambda d: abs(float((logits[d] - logits[k]).detach())))[:3]
+
+
+def finer(logits: Tensor, k: int, *, rivals: Sequence[int] | None = None) -> Tensor:
+    """z_k minus its rivals' mean logit, weighted by probability (Finer-CAM, alpha 1)."""
+    top = bottom = torch.zeros((), dtype=logits.dtype)
+    for d in nearest(logits, k) if rivals is None else rivals:
+        p = softmax_probability(logits, d)
+        top, bottom = top + p * logits[d], bottom + p
+    return logits[k] - top / bottom
+
+
+# -------------------------------------------------------------------------------------------- one network
+
+
+@dataclass
+class Plain:
+    """A plain model, one of its layers, and how one image's output of that layer is a view (N, P, Q)."""
+
+    model: nn.Module
+    layer: str
+    last: str  # its last linear layer
+    fold: Callable[[Tensor], Tensor] = lambda output: output
+
+    def run(self, image: Tensor, change: Callable[[Tensor], None] | None = None) -> tuple[Tensor, Tensor]:
+        """Logits (C,) and the layer's output, which `change` may alter in place, folded, on its way."""
+        caught: list[Tensor] = []
+
+        def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+            out = out.clone()
+            if change is not None:
+                change(self.fold(out[0]))
+            caught.append(out)
+            return out.clone()  # so that an in-place step after the layer alters a copy
+
+        handle = self.model.get_submodule(self.layer).register_forward_hook(hook)
+        logits = self.model(image[None])[0]
+        handle.remove()
+        return logits, caught[0]
+
+    def features(self, image: Tensor) -> Array:
+        values: Array = self.fold(self.run(image)[1][0].detach()).numpy()
+        return values
+
+    def gradient(self, image: Tensor, k: int, target: Target) -> Array:
+        logits, output = self.run(image)
+        values: Array = self.fold(torch.autograd.grad(target(logits, k), output)[0][0]).numpy()
+        return values
+
+    def score(
+        self, image: Tensor, k: int, target: Target, change: Callable[[Tensor], None] | None = None
+    ) -> float:
+        # With gradient recorded though none is taken: attention has another path without.
+        return float(target(self.run(image, change)[0], k).detach())
+
+
+# ------------------------------------------------------------------- weights (N, P, Q), or constant over P, Q
+
+
+def cam(plain: Plain, image: Tensor, k: int, target: Target) -> Array:
+    head = plain.model.get_submodule(plain.last)
+    assert isinstance(head, nn.Linear)
+    row: Array = head.weight[k].detach().numpy()[:, None, None]
+    return row
+
+
+def grad_cam(plain: Plain, image: Tensor, k: int, target: Target) -> Array:
+    g = plain.gradient(image, k, target)
+    return np.array([np.full_like(g_i, g_i.mean()) for g_i in g])
+
+
+def grad_cam_pp(plain: Plain, image: Tensor, k: int, target: Target, *, divide: bool = True) -> Array:
+    features, g = plain.features(image), plain.gradient(image, k, target)
+    weights = np.zeros_like(g)
+    for i, (a_i, g_i) in enumerate(zip(features, g, strict=True)):
+        alpha = 0.0
+        for slope in g_i.flat:
+            if slope != 0:
+                a = slope**2
+                if divide:
+                    a /= 2 * slope**2 + a_i.sum() * slope**3 + 1e-6
+                alpha += a * max(slope, 0)
+        weights[i] = alpha
+    return weights
+
+
+def xgrad_cam(plain: Plain, image: Tensor, k: int, target: Target) -> Array:
+    features, g = plain.features(image), plain.gradient(image, k, target)
+    weights = np.zeros_like(g)
+    for i, (a_i, g_i) in enumerate(zip(features, g, strict=True)):
+        weights[i] = (g_i * a_i).sum() / (a_i.sum() + 1e-7)
+    return weights
+
+
+def layer_cam(plain: Plain, image: Tensor, k: int, target: Target) -> Array:
+    return np.maximum(plain.gradient(image, k, target), 0)
+
+
+def hires_cam(plain: Plain, image: Tensor, k: int, target: Target) -> Array:
+    return plain.gradient(image, k, target)
+
+
+def score_cam(
+    plain: Plain,
+    image: Tensor,
+    k: int,
+    target: Target,
+    *,
+    channels: Sequence[int] | None = None,
+    aligned: bool = False,
+    scaled_first: bool = False,
+) -> Array:
+    """Softmax over channels of the scores of the image behind each channel's mask, upsampled, then scaled."""
+    features = plain.features(image)
+    chosen = range(len(features)) if channels is None else channels
+    scores = []
+    for i in chosen:
+        mask = features[i]
+        steps: list[Callable[[Array], Array]] = [
+            lambda m: bilinear(m, image.shape[1], image.shape[2], aligned=aligned),
+            lambda m: (m - m.min()) / (m.max() - m.min() + 1e-8),
+        ]
+        for step in reversed(steps) if scaled_first else steps:
+            mask = step(mask)
+        scores.append(plain.score(image * torch.from_numpy(mask), k, target))
+    powers = np.exp(np.array(scores) - max(scores))
+    weights = np.zeros_like(features)
+    weights[list(chosen)] = (powers / powers.sum())[:, None, None]
+    return weights
+
+
+def ablation_cam(
+    plain: Plain,
+    image: Tensor,
+    k: int,
+    target: Target,
+    *,
+    value: Callable[[int, float], float] = lambda channel, lowest: 0.0,
+    signed: bool = False,
+) -> Array:
+    """The share of the score that is lost with each channel: (s - s_i) / |s|."""
+    features, whole = plain.features(image), plain.score(image, k, target)
+    weights = np.zeros_like(features)
+    for i in range(len(features)):
+        fill = value(i, float(features.min()))
+        left = plain.score(image, k, target, lambda f, i=i, fill=fill: f[i].fill_(fill))  # type: ignore[misc]
+        weights[i] = (whole - left) / (whole if signed else abs(whole))
+    return weights
+
+
+def first_direction(stack: Array, towards: Array) -> Array:
+    """First left singular vector (N,) of N maps (N, P, Q) as rows, its map in agreement with `towards` (P,
+    Q)."""
+    rows = stack.reshape(len(stack), -1)
+    v: Array = np.linalg.svd(rows, full_matrices=False)[0][:, 0]
+    return v if (v @ rows) @ towards.ravel() >= 0 else -v
+
+
+def eigen_cam(plain: Plain, image: Tensor, k: int, target: Target) -> Array:
+    features = plain.features(image)
+    return first_direction(features, np.sqrt((features**2).sum(0)))[:, None, None]
+
+
+def eigengrad_cam(plain: Plain, image: Tensor, k: int, target: Target) -> Array:
+    g = plain.gradient(image, k, target)
+    product = g * plain.features(image)
+    return g * first_direction(product, product.sum(0))[:, None, None]
+
+
+def centred_projection(stack: Array) -> Array:
+    """What a peer draws instead: each map's mean taken off first, and the sign as it comes."""
+    rows = stack.reshape(len(stack), -1)
+    rows = rows - rows.mean(1, keepdims=True)
+    projected: Array = (np.linalg.svd(rows, full_matrices=False)[0][:, 0] @ rows).reshape(stack.shape[1:])
+    return projected
+
+
+WEIGHTS: dict[str, Callable[..., Array]] = {
+    "cam": cam,
+    "grad-cam": grad_cam,
+    "grad-cam++": grad_cam_pp,
+    "xgrad-cam": xgrad_cam,
+    "layer-cam": layer_cam,
+    "hires-cam": hires_cam,
+    "score-cam": score_cam,
+    "ablation-cam": ablation_cam,
+    "eigen-cam": eigen_cam,
+    "eigengrad-cam": eigengrad_cam,
+}
+
+
+# -------------------------------------------------------------------------------------------------- maps
+
+
+def low_map(
+    method: str,
+    plain: Plain,
+    image: Tensor,
+    k: int,
+    target: Target = logit,
+    *,
+    clamp: bool = False,
+    **choice: Any,
+) -> Array:
+    """The weighted sum of channels (P, Q), signed: no ReLU, no scaling."""
+    weights = WEIGHTS[method](plain, image, k, target, **choice)
+    if clamp:
+        weights = np.maximum(weights, 0)
+    features = plain.features(image)
+    total = np.zeros(features.shape[1:])
+    for i, a_i in enumerate(features):
+        total += weights[i] * a_i
+    return total
+
+
+def raw_map(method: str, plain: Plain, image: Tensor, k: int, target: Target, *, clamp: bool) -> Array:
+    """`scale="raw"` at P x Q: a gradient per cell becomes a weight of the mean over cells."""
+    low = low_map(method, plain, image, k, target, clamp=clamp)
+    return low * low.size if method in GRADIENT_METHODS else low
+
+
+def fused(method: str, lows: Sequence[Array], height: int, width: int) -> Array:
+    """Several layers' maps as one: the mean of their unit maps; for Layer-CAM their maximum, each over its
+    own largest value, and all but the last layer's drawn together by tanh (Eq. 9 of its paper, gamma 2)."""
+    if method != "layer-cam":
+        return averaged(lows, height, width)
+    *shallow, last = (np.maximum(low, 0) / low.max() for low in lows)
+    scaled = [*(np.tanh(2 * low) for low in shallow), last]
+    return min_max(np.max([bilinear(low, height, width) for low in scaled], axis=0))
+
+
+def averaged(lows: Sequence[Array], height: int, width: int) -> Array:
+    """The mean over layers of maps scaled, then enlarged (section 4.3, path B)."""
+    scaled = [min_max(np.maximum(low, 0), 1e-7) for low in lows]
+    return min_max(np.mean([bilinear(low, height, width) for low in scaled], axis=0))
+
+
+def bilinear(values: Array, height: int, width: int, *, aligned: bool = False) -> Array:
+    """Bilinear resizing between pixel centres, or with the corners' centres on each other if `aligned`."""
+
+    def mix(cells: int, pixels: int) -> Array:
+        matrix = np.zeros((pixels, cells))
+        for pixel in range(pixels):
+            place = pixel * (cells - 1) / (pixels - 1) if aligned else (pixel + 0.5) * cells / pixels - 0.5
+            place = min(max(place, 0), cells - 1)
+            left = min(int(place), max(cells - 2, 0))
+            matrix[pixel, left] += 1 - (place - left)
+            matrix[pixel, min(left + 1, cells - 1)] += place - left
+        return matrix
+
+    resized: Array = mix(values.shape[0], height) @ values @ mix(values.shape[1], width).T
+    return resized

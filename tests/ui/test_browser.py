@@ -1,0 +1,462 @@
+"""The page in a real Chromium: what a person sees, what the browser asks for, two people at once."""
+
+import base64
+import http.client
+import io
+import json
+import os
+import re
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sigcam.core.config import FitConfig
+from sigcam.data.readers.shapes import CLASSES, shapes
+from sigcam.data.registry import open_dataset
+from sigcam.models.classifier import load_classifier
+from sigcam.network.attachment import attach
+from sigcam.training.branch import fit
+from support.folders import png_header
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'sigcam[dev]'")
+pytest.importorskip("gradio", reason="needs gradio: pip install 'sigcam[ui]'")
+CHROMIUM = os.environ.get("SIGCAM_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium"),
+]
+ARTIFACTS = Path(os.environ.get("SIGCAM_ARTIFACTS") or "build/screenshots")
+NET = """
+import torch
+from torch import nn
+
+def tiny():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 16, 5, 4, 2), nn.ReLU(), nn.Conv2d(16, 24, 3, 2, 1), nn.ReLU(),
+                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 8))
+"""
+WATCHED = """
+async ([slider, watched, values]) => {
+  const range = document.querySelector(`${slider} input[type=range]`), seen = document.querySelector(watched);
+  const took = [];
+  for (const value of values) {
+    const text = () => seen.querySelector(".prose").innerHTML, before = text();
+    const changed = new Promise((done) => {
+      const watch = new MutationObserver(() => { if (text() !== before) { watch.disconnect(); done(); } });
+      watch.observe(seen, { childList: true, subtree: true, characterData: true });
+    });
+    const began = performance.now();
+    range.value = value;
+    range.dispatchEvent(new Event("input", { bubbles: true }));
+    await changed;
+    took.push(performance.now() - began);
+    await new Promise((done) => setTimeout(done, 30));
+  }
+  return took;
+}
+"""
+
+
+@contextmanager
+def served(*words: object) -> Iterator[str]:
+    """The page's address while it is served with these options."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "sigcam", "ui", "--no-open", "--port", str(port), *map(str, words)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert server.stdout is not None
+    try:
+        said = []
+        for line in server.stdout:
+            said.append(line)
+            if "the page is at" in line:
+                yield f"http://127.0.0.1:{port}/"
+                return
+        pytest.fail("the page did not start: " + "".join(said))
+    finally:
+        server.terminate()
+        server.wait(30)
+        server.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def embedded() -> Iterator[str]:
+    """As a newcomer starts it."""
+    with served() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+    """Somebody's own model and folder, with two branches of it to compare."""
+    place = tmp_path_factory.mktemp("own")
+    (place / "net.py").write_text(NET)
+    for i, sample in enumerate(shapes(32, size=64)):
+        folder = place / "data" / CLASSES[i % 8]
+        folder.mkdir(parents=True, exist_ok=True)
+        sample.open().save(folder / f"{i}.png")
+    (place / "data" / CLASSES[0] / "broken.png").write_bytes(b"no picture")
+    model = ("--model", f"file:{place / 'net.py'}:tiny", "--data", place / "data")
+    classifier = load_classifier(model[1])
+    for name, l2 in (("a", 0.1), ("b", 3.0)):
+        net = attach(classifier.model)
+        net.transform = classifier.transform
+        fit(net, open_dataset(place / "data"), FitConfig(l2=l2))
+        net.save(place / name)
+    return (*model, "--branch", place / "a", "--compare-branch", place / "b")
+
+
+@pytest.fixture(scope="session")
+def own(options: tuple[object, ...]) -> Iterator[str]:
+    with served(*options) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """One for these tests alone: while it is open, an event loop runs in this thread."""
+    with playwright.sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield chromium
+        chromium.close()
+
+
+@contextmanager
+def visit(browser: Any, url: str, **how: Any) -> Iterator[Any]:
+    """A person's own browser, at the page, when its first picture is drawn."""
+    how.setdefault("viewport", {"width": 1180, "height": 900})
+    context = browser.new_context(**how)
+    context.set_default_timeout(60_000)
+    page = context.new_page()
+    page.asked = []
+    page.on("request", lambda request: page.asked.append(request.url))
+    page.goto(url)
+    page.wait_for_selector(".sc-p0 img")
+    page.wait_for_function("document.querySelector('#boxes style')")
+    yield page
+    context.close()
+
+
+def keep(page: Any, name: str) -> Path:
+    """A screenshot of the whole page among the artefacts."""
+    ARTIFACTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=str(ARTIFACTS / f"{name}.png"), full_page=True)
+    return ARTIFACTS / f"{name}.png"
+
+
+def sources(page: Any) -> list[str]:
+    """What the maps' pictures are made of."""
+    return [
+        image.get_attribute("src")
+        for image in page.query_selector_all(".sc-panel .sc-box ~ *, .sc-panel img")
+    ]
+
+
+def send(page: Any, name: str, data: bytes) -> None:
+    """Puts a file where files are dropped."""
+    files = {"name": name, "mimeType": "image/png", "buffer": data}
+    page.set_input_files("#drop input[type=file]", files)
+
+
+def png(picture: Image.Image) -> bytes:
+    held = io.BytesIO()
+    picture.save(held, "PNG")
+    return held.getvalue()
+
+
+def set_slider(page: Any, slider: str, watched: str, *values: float) -> list[float]:
+    """Milliseconds from each move of a slider to the change that it brings."""
+    took: list[float] = page.evaluate(WATCHED, [slider, watched, list(values)])
+    return took
+
+
+def caption(page: Any, number: int = 0) -> str:
+    return str(page.inner_text(f".sc-p{number} figcaption"))
+
+
+def probabilities(page: Any) -> list[str]:
+    return [cell.inner_text() for cell in page.query_selector_all(".sc-top td:nth-child(2) .sc-number")]
+
+
+# ------------------------------------------------------------------------------------------ one picture
+
+
+def test_the_first_picture_is_there_without_a_click_and_stays_at_home(browser, embedded):
+    with visit(browser, embedded) as page:
+        assert len(page.query_selector_all(".sc-panel")) == 3, "the picture, and two heads' maps"
+        assert re.fullmatch(r"0\.\d{6}", probabilities(page)[0])
+        assert "logits" in page.inner_text(".sc-legend")
+        keep(page, "first")
+        page.click("#shelf button >> nth=1")
+        page.wait_for_function("!document.querySelector('figcaption').innerText.includes('000042')")
+        origins = {
+            urllib.parse.urlsplit(url)[:2] for url in page.asked if not url.startswith(("data:", "blob:"))
+        }
+        assert origins == {urllib.parse.urlsplit(embedded)[:2]}, "nothing is asked of anybody else"
+        labels = page.evaluate(
+            "[...document.querySelectorAll('input:not([type=file]), button, select')]"
+            ".filter((each) => each.offsetParent && !each.ariaLabel && !each.labels?.length"
+            " && !each.innerText.trim() && !each.title && !each.getAttribute('aria-labelledby'))"
+            ".map((each) => each.outerHTML)"
+        )
+        assert labels == [], "every control has a name"
+
+
+def test_a_picture_can_be_sent_and_its_classes_chosen(browser, embedded):
+    with visit(browser, embedded) as page:
+        send(page, "my bird.png", png(shapes(59, split="test", size=320)[58].open()))
+        page.wait_for_function("document.querySelector('figcaption').innerText.includes('my bird.png')")
+        assert caption(page).startswith("wall clock")
+        page.click("#classes input")
+        page.keyboard.type("goldfinch")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".sc-p3 img")
+        assert [caption(page, i).split("\n")[0] for i in range(4)] == ["wall clock", "goldfinch"] * 2
+        page.click("text=centred softmax head")
+        page.wait_for_selector(".sc-p5 img")
+        page.click("text=signed: for and against")
+        page.wait_for_function("document.querySelector('.sc-legend').innerText.includes('-')")
+        keep(page, "signed")
+        page.click("#sources label >> nth=0")
+        page.click("#sources label >> nth=1")
+        page.click("#sources label >> nth=2")
+        page.wait_for_selector("text=choose at least one head")
+
+
+def test_both_sliders_answer_while_they_are_dragged(browser, embedded):
+    with visit(browser, embedded) as page:
+        before = page.inner_html("#boxes style")
+        pictures, shown = sources(page), probabilities(page)
+        boxes = set_slider(page, "#threshold", "#boxes", *(0.41 + i / 50 for i in range(20)))
+        assert page.inner_html("#boxes style") != before and sources(page) == pictures, "only the box moved"
+        heads = set_slider(page, "#delta", "#panels", *(-0.2 * (i + 1) for i in range(20)))
+        page.wait_for_timeout(300)
+        moved = sources(page)
+        assert moved[0] == pictures[0] and moved[1] == pictures[1], "picture and sigmoid map stand still"
+        assert moved[2] != pictures[2], "the softmax map does not"
+        assert probabilities(page) == shown, "nor does any probability move, to six digits"
+        assert "all evidence is negative" in caption(page, 1)
+        keep(page, "shifted")
+        page.focus("#threshold input[type=range]")
+        held = page.inner_html("#boxes style")
+        page.keyboard.press("Home")
+        page.wait_for_function(
+            "(held) => document.querySelector('#boxes style').innerHTML !== held", arg=held
+        )
+        for name, took in (("threshold", boxes), ("delta", heads)):
+            middle, worst = statistics.median(took), max(took)
+            print(
+                f"\n{name} slider, in the browser: median {middle:.0f} ms, worst {worst:.0f} ms of "
+                f"{len(took)} moves"
+            )
+
+
+def test_what_is_shown_can_be_taken_away(browser, embedded):
+    with visit(browser, embedded) as page:
+        page.click("#make")
+        page.wait_for_selector(".sc-link")
+        files = {}
+        for link in page.query_selector_all(".sc-link"):
+            with page.expect_download() as held:
+                link.click()
+            files[held.value.suggested_filename] = Path(held.value.path()).read_bytes()
+        assert np.load(io.BytesIO(files["maps.npy"])).shape == (2, 224, 224)
+        assert json.loads(files["maps.json"])["maps"][1]["from"] == "softmax head"
+        shown = page.get_attribute(".sc-p0 img", "src")
+        width = Image.open(io.BytesIO(base64.b64decode(shown.partition(",")[2]))).width
+        assert Image.open(io.BytesIO(files["overlay.png"])).width == 2 * width
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "why"),
+    [
+        ("broken's <i>.png", b"this is no picture", "cannot read broken's"),
+        ("bomb.png", png_header(10_000, 10_000), "more than 50 megapixels"),
+    ],
+)
+def test_a_bad_file_gives_a_sentence_and_the_page_goes_on(browser, embedded, name, data, why):
+    with visit(browser, embedded) as page:
+        send(page, name, data)
+        page.wait_for_selector(f"text={why}")
+        assert "Traceback" not in page.content() and "/tmp" not in page.inner_text("body")
+        keep(page, name[:4])
+        page.click("#shelf button >> nth=2")
+        page.wait_for_function("!document.querySelector('figcaption').innerText.includes('000042')")
+
+
+def test_two_people_see_their_own_pictures(browser, embedded):
+    with visit(browser, embedded) as one, visit(browser, embedded) as other:
+        one.click("#shelf button >> nth=1")
+        send(other, "other.png", png(shapes(59, split="test", size=320)[58].open()))
+        one.wait_for_function("document.querySelector('figcaption').innerText.includes('000086')")
+        other.wait_for_function("document.querySelector('figcaption').innerText.includes('other.png')")
+        for value in (-1.0, 2.0):
+            for page in (one, other):
+                set_slider(page, "#delta", "#panels", value)
+        one.wait_for_timeout(300)
+        assert "000086" in one.inner_text("figcaption >> nth=0")
+        assert "other.png" in other.inner_text("figcaption >> nth=0")
+        assert caption(other).startswith("wall clock") and not caption(one).startswith("wall clock")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_fits_a_phone_in_light_and_dark(browser, embedded, scheme):
+    size = {"width": 390, "height": 844}
+    with visit(browser, embedded, viewport=size, color_scheme=scheme, has_touch=True) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, "nothing to scroll sideways"
+        colours = page.evaluate(
+            "['body', '.sc-p0 figcaption'].map((each) => {"
+            " const style = getComputedStyle(document.querySelector(each));"
+            " return each === 'body' ? style.backgroundColor : style.color; })"
+        )
+        ground, ink = (sum(map(float, re.findall(r"[\d.]+", colour)[:3])) for colour in colours)
+        assert (ground > ink) == (scheme == "light") and abs(ground - ink) > 300, colours
+        keep(page, f"phone-{scheme}")
+        tops = [
+            page.query_selector(each).bounding_box()["y"]
+            for each in ("#shelf", "#panels", "#threshold", "#classes")
+        ]
+        assert tops == sorted(tops), "maps come before the controls that are used less"
+
+
+# ------------------------------------------------------------------------------- a folder, two branches
+
+
+def test_two_branches_are_compared_side_by_side_on_one_scale(browser, own):
+    with visit(browser, own) as page:
+        texts = [caption(page, i) for i in range(2)]
+        assert "A: sigmoid branch" in texts[0] and "B: sigmoid branch" in texts[1]
+        assert (
+            len(page.query_selector_all(".sc-top")) == 2 and len(page.query_selector_all(".sc-legend")) == 1
+        )
+        logits = [float(re.search(r"logit ([+-][\d.]+)", text).group(1)) for text in texts]
+        assert logits[0] != logits[1]
+        keep(page, "compared")
+
+
+def test_the_folder_is_sorted_by_disagreement_and_a_picture_opened_from_there(browser, own):
+    with visit(browser, own) as page:
+        page.click("role=tab[name='Sort the folder']")
+        page.click("#sort")
+        page.wait_for_selector("text=33 of 33 pictures, 1 of them unreadable: done")
+        scores = [
+            float(each.inner_text().split()[0]) for each in page.query_selector_all("#ranked .caption-label")
+        ]
+        assert len(scores) == 24 and scores == sorted(scores, reverse=True) and scores[0] > 0
+        keep(page, "sorted")
+        name = page.inner_text("#ranked .caption-label >> nth=3").split(" ", 1)[1]
+        page.click("#ranked button >> nth=3")
+        page.wait_for_function(
+            "(name) => document.querySelector('figcaption').innerText.includes(name)", arg=name
+        )
+
+
+def test_a_branch_is_fitted_from_the_page(browser, options):
+    with served(*options) as url, visit(browser, url) as page:  # it stays there, for whoever comes next
+        page.click("role=tab[name='Fit a branch']")
+        page.click("#fit")
+        page.wait_for_selector("text=held-out mean average precision", timeout=60_000)
+        assert page.get_attribute("#fit-link a", "download") == "branch.safetensors"
+        keep(page, "fitted")
+        page.click("role=tab[name='Look at a picture']")
+        page.click("text=fitted here: sigmoid branch")
+        page.wait_for_selector(".sc-p2 img")
+        assert "fitted here" in caption(page, 2)
+
+
+# ------------------------------------------------------------------------------------------------ doors
+
+
+def status(url: str, data: bytes | None = None, **headers: str) -> int:
+    """What the server answers."""
+    request = urllib.request.Request(
+        url, data, {key.replace("_", "-"): value for key, value in headers.items()}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def test_no_file_of_the_machine_can_be_had(own):
+    here = Path(__file__).resolve()
+    for path in (
+        "/etc/passwd",
+        here,
+        "../../../../etc/passwd",
+        "..%2f..%2f..%2fetc%2fpasswd",
+        "//etc/passwd",
+        "pyproject.toml",
+    ):
+        assert status(f"{own}gradio_api/file={path}") in (403, 404), path
+    assert status(f"{own}gradio_api/file=http://example.com/") in (400, 403, 404, 422)
+    assert status(own, host="evil.example") == 400
+    there = urllib.parse.urlsplit(own).netloc
+    line = http.client.HTTPConnection(there, timeout=60)
+    line.putrequest("POST", "/gradio_api/upload")
+    line.putheader("content-length", str(22 * 2**20))
+    line.endheaders()
+    assert line.getresponse().status == 413, "before a byte of it is read"
+    line.close()
+
+
+def called(url: str, name: str, *data: Any) -> str:
+    """What the server streams back for a call with any data that a browser could make up."""
+    body = json.dumps({"data": list(data)}).encode()
+    asked = urllib.request.Request(f"{url}gradio_api/call/{name}", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        event = json.load(answer)["event_id"]
+    with urllib.request.urlopen(f"{url}gradio_api/call/{name}/{event}", timeout=60) as answer:
+        return str(answer.read().decode())
+
+
+def test_a_path_from_the_browser_is_not_opened(embedded):
+    picture = Path(__file__).parents[2] / "docs" / "images" / "distortions.png"
+    controls = (["softmax head"], ["grad-cam"], "evidence", True, 0.2, 0.0)
+    for path in (picture, Path("/etc/passwd"), Path("../../../etc/passwd")):
+        said = called(
+            embedded, "upload", {"path": str(path), "meta": {"_type": "gradio.FileData"}}, *controls
+        )
+        assert "event: error" in said and "sc-panel" not in said, said[:300]
+    assert picture.is_file(), "nor removed"
+
+
+def test_a_login_is_asked_for_where_there_is_one(browser, tmp_path):
+    (tmp_path / "net.py").write_text(NET)
+    with served("--model", f"file:{tmp_path / 'net.py'}:tiny", "--auth", "me:secret") as url:
+        assert status(f"{url}gradio_api/info") == 401
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(url)
+        page.fill("input >> nth=0", "me")
+        page.fill("input[type=password]", "secret")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".sc-p0 img", timeout=60_000)
+        assert "has no fitted branch" in page.inner_text(".sc-notice") and "centred" in caption(page)
+        context.close()
+
+
+@pytest.mark.skipif(
+    "SIGCAM_SCREENSHOT" not in os.environ, reason="$SIGCAM_SCREENSHOT names the file to write"
+)
+def test_the_picture_for_the_readme(browser, embedded):
+    with visit(browser, embedded, viewport={"width": 1240, "height": 1010}) as page:
+        set_slider(page, "#threshold", "#boxes", 0.45)
+        page.wait_for_timeout(500)
+        page.screenshot(path=os.environ["SIGCAM_SCREENSHOT"])

@@ -1,0 +1,419 @@
+"""The page without a browser: who may reach it, which files it takes; its arithmetic is the library's."""
+
+import asyncio
+import io
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sigcam.cli.main import main
+from sigcam.core.errors import DataError
+from sigcam.data.images import images_from_paths
+from sigcam.data.readers.shapes import shapes
+from sigcam.data.sample import Sample, Samples
+from sigcam.methods.explainer import explain
+from sigcam.models.preprocess import Preprocess
+from sigcam.network.attachment import attach
+from sigcam.network.dual import DualBranch
+from sigcam.network.trace import lock_of
+from sigcam.ui.fit_job import FitJob, Stopped
+from sigcam.ui.html import boxes_html, links_html, panels_html, tops_html
+from sigcam.ui.security import HEADERS, MOST_BYTES, Guard, admitted, login_of
+from sigcam.ui.sessions import Sessions, Shelf
+from sigcam.ui.sources import Request, Source, class_choices, same_class, sources_of
+from sigcam.ui.viewer import Viewer, disagreement, probabilities, shifted
+from support.folders import png_header
+from support.tiny import Gap, Vgg
+
+PICTURE = shapes(1, split="test", size=64)[0].open()
+
+
+def network(classes: int = 4, seed: int = 0) -> DualBranch:
+    """A tiny classifier with preprocessing, class names and a branch of its own weights."""
+    torch.manual_seed(seed)
+    net = attach(Gap(classes, channels=12))
+    net.transform, net.fitted = Preprocess(32, 48), True
+    net.class_names = tuple(f"bird {k}" for k in range(classes))
+    torch.nn.init.normal_(net.last_layer("sigmoid").get_parameter("weight"))
+    return net
+
+
+def look_at(net: DualBranch, *methods: str, kind: str = "evidence", classes=(0, 1)) -> Viewer:
+    look = Viewer("bird", PICTURE, [net])
+    look.ask(Request(tuple(classes), tuple(sources_of(net)), methods or ("grad-cam",), kind))  # type: ignore[arg-type]
+    return look
+
+
+# -------------------------------------------------------------------------------------------- the maths
+
+
+def test_a_shift_of_the_head_moves_softmax_maps_and_nothing_else():
+    look = look_at(network(), "grad-cam", "cam", kind="signed")
+    before = {id(p): (p.low, p.uri) for p in look.panels}
+    table = tops_html([look.top(look.first, "")], 0)
+    look.shift(-2.5)
+    features = look.passage(look.first).features[0].sum(0)
+    amount = -2.5 * float(look.first.last_layer("softmax").weight.detach().std())
+    for panel in look.panels:
+        low, uri = before[id(panel)]
+        if panel.source.branch == "softmax":
+            assert torch.allclose(panel.low[0, 0], low[0, 0] + amount * features, atol=1e-5)
+            assert panel.uri != uri
+        elif panel.source.branch == "sigmoid":
+            assert torch.equal(panel.low, low) and panel.uri == uri
+        else:  # the mean over classes takes the shift off
+            assert torch.allclose(panel.low, low, atol=1e-5)
+    assert tops_html([look.top(look.first, "")], 0) == table, "six digits of every probability"
+
+
+def test_shifted_probabilities_are_computed_anew_and_stand_still():
+    net = network()
+    passage = Viewer("bird", PICTURE, [net]).passage(net)
+    moved = probabilities(net, passage, 3.0)
+    assert torch.allclose(moved, probabilities(net, passage), atol=1e-7)
+    assert torch.allclose(moved.float(), passage.softmax.softmax(1)[0], atol=1e-6)
+    other, again = shifted(net, passage, 3.0)
+    assert torch.equal(other.last_layer("softmax").weight, net.last_layer("softmax").weight + 3.0)
+    assert not torch.allclose(again.softmax_logits, passage.softmax_logits)
+    assert again.softmax_logits.softmax(1).allclose(passage.softmax.softmax(1), atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["cam", "grad-cam", "layer-cam", "score-cam"])
+def test_boxes_of_the_page_are_those_of_explain(method: str):
+    net = network()
+    look = look_at(net, method, classes=(2,))
+    look.threshold = 0.4
+    for panel, box in zip(look.panels, look.boxes(), strict=True):
+        ex = explain(net, [PICTURE], method, branch=panel.source.branch, classes=2)
+        x0, y0, x1, y1 = ex.boxes(0.4)[0][0].tolist()
+        found = None if box is None else (box[0] * 48, box[1] * 32, box[2] * 48, box[3] * 32)
+        assert found is None if x1 <= x0 else found == pytest.approx((x0, y0, x1, y1))
+
+
+def test_maps_in_logits_share_one_scale_and_others_keep_their_own():
+    look = look_at(network(), "grad-cam", "eigen-cam")
+    logits = [p for p in look.panels if p.in_logits]
+    assert {p.peak for p in logits} == {max(float(p.low.max()) for p in logits)}
+    assert {p.peak for p in look.panels if not p.in_logits} != {logits[0].peak}
+    look.ask(Request((0, 1), tuple(sources_of(look.first)), ("grad-cam",), shared=False))
+    assert len({p.peak for p in look.panels}) > 1
+
+
+def test_a_head_that_is_not_linear_is_drawn_but_not_shifted():
+    net = attach(Vgg(), example=torch.randn(1, 3, 16, 16))
+    net.transform = Preprocess(16, 16)
+    look = look_at(net, "grad-cam")
+    before = [p.uri for p in look.panels]
+    look.shift(4.0)
+    assert [p.uri for p in look.panels] == before and len(before) == 4
+    assert "not fitted" in tops_html([look.top(net, "")], 0)
+
+
+def test_files_hold_signed_maps_overlays_and_numbers():
+    look = look_at(network(), "cam", kind="signed")
+    look.threshold = 0.3
+    files = look.files()
+    maps = np.load(io.BytesIO(files["maps.npy"]))
+    assert maps.shape == (len(look.panels), 32, 48) and maps.min() < 0
+    about = json.loads(files["maps.json"])
+    assert about["threshold"] == 0.3 and len(about["maps"]) == len(look.panels)
+    row = next(r for r in about["maps"] if r["from"] == "softmax head" and r["class"] == 1)
+    ex = explain(look.first, [PICTURE], "cam", branch="softmax", classes=1)
+    assert row["probability"] == pytest.approx(float(ex.probability[0]), abs=1e-6)
+    assert row["evidence"] == pytest.approx(float(ex.evidence[0]), abs=1e-6)
+    assert Image.open(io.BytesIO(files["overlay.png"])).width == look.base.width * len(look.panels)
+    assert links_html(files).count("<a ") == 3
+
+
+def test_what_is_asked_is_checked():
+    net = network()
+    look = Viewer("bird", PICTURE, [net])
+    with pytest.raises(DataError, match="at least one"):
+        look.ask(Request((0,), (), ("cam",)))
+    with pytest.raises(DataError, match="12 at most"):
+        look.ask(Request((0, 1, 2), tuple(sources_of(net)), ("cam", "grad-cam")))
+    with pytest.raises(DataError, match="does not exist"):
+        look.ask(Request((99,), tuple(sources_of(net)), ("cam",)))
+
+
+def test_two_networks_are_compared_by_name_then_by_number():
+    one, other = network(4), network(4, seed=1)
+    other.class_names = ("bird 3", "bird 2", "bird 1", "owl")
+    assert same_class(3, one, other) == 0 and same_class(0, one, other) is None
+    other.class_names = None
+    assert same_class(3, one, other) == 3
+    assert same_class(1, one, network(3)) == 1
+    assert disagreement(sources_of(one)[0], sources_of(one)[0], [PICTURE]) == [0.0]
+    assert 0 < disagreement(sources_of(one)[0], sources_of(other)[0], [PICTURE])[0] <= 1
+
+
+def test_equal_class_names_are_told_apart_by_number():
+    net = network()
+    net.class_names = ("crane", "owl", "crane", "jay")
+    assert class_choices(net) == [("crane (0)", 0), ("owl", 1), ("crane (2)", 2), ("jay", 3)]
+
+
+def test_names_cannot_write_html():
+    net = network()
+    net.class_names = ("<script>alert(1)</script>",) * 4
+    look = Viewer("<img src=x onerror=alert(1)>", PICTURE, [net])
+    look.ask(Request((0,), tuple(sources_of(net)), ("cam",)))
+    page = panels_html(look) + tops_html([look.top(net, "<b>")], 0) + links_html({'"><script>.npy': b""})
+    assert "<script" not in page and "<img src=x" not in page and "&lt;script&gt;" in page
+    assert boxes_html([None, (0, 0, 0.5, 1)], 0.4).startswith(
+        "<style data-threshold=0.4>#panels .sc-p1 .sc-box{display:block;left:0.00%"
+    )
+
+
+# ---------------------------------------------------------------------------------------- who may come
+
+
+@pytest.mark.parametrize(
+    ("host", "share", "auth"), [("0.0.0.0", False, None), ("127.0.0.1", True, None), ("::", True, None)]
+)
+def test_nobody_else_is_let_in_without_a_login(host: str, share: bool, auth: str | None):
+    with pytest.raises(DataError, match="--auth user:password"):
+        login_of(host, share, auth)
+    assert login_of(host, share, "me:a:b") == ("me", "a:b")
+    assert login_of("localhost", False, None) is None
+
+
+@pytest.mark.parametrize("auth", ["", "me", "me:", ":secret"])
+def test_half_a_login_is_refused(auth: str):
+    with pytest.raises(DataError, match="user:password"):
+        login_of("127.0.0.1", False, auth)
+
+
+def test_the_command_ends_with_two_and_a_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sigcam", "ui", "--host", "0.0.0.0", "--no-open"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2 and "--auth user:password" in capsys.readouterr().err
+
+
+def test_a_missing_gradio_is_named_with_its_pip_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    for room in ("sigcam.ui.handlers", "sigcam.ui.layout"):
+        monkeypatch.delitem(sys.modules, room, raising=False)
+    monkeypatch.setattr(sys, "argv", ["sigcam", "ui", "--no-open"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2 and "pip install 'sigcam[ui]'" in capsys.readouterr().err
+
+
+def test_help_imports_no_gradio():
+    code = "import sys, sigcam.cli.app; print([m for m in ('gradio', 'torch', 'PIL') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def asked(guard: Guard, path: str = "/", **headers: str) -> tuple[int, dict[str, str]]:
+    """Status and headers of what the guard lets through or answers itself."""
+    sent = []
+
+    async def send(message) -> None:
+        sent.append(message)
+
+    async def receive():
+        return {"type": "http.request", "body": b""}
+
+    given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    asyncio.run(guard({"type": "http", "path": path, "headers": given}, receive, send))
+    return sent[0]["status"], {k.decode(): v.decode() for k, v in sent[0]["headers"]}
+
+
+async def fine(scope, receive, send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"fine"})
+
+
+def test_the_guard_answers_to_local_names_only_unless_there_is_a_login():
+    local, open_to_all = (Guard(fine, local=value) for value in (True, False))
+    for host in ("127.0.0.1:7860", "localhost", "[::1]:7860"):
+        assert asked(local, host=host)[0] == 200
+    for host in ("evil.example", "127.0.0.1.evil.example", ""):
+        assert asked(local, host=host)[0] == 400
+    assert asked(open_to_all, host="page.example")[0] == 200
+
+
+def test_the_guard_keeps_the_browser_here_and_uploads_small():
+    guard = Guard(fine, local=False)
+    status, headers = asked(guard)
+    assert status == 200 and headers == HEADERS
+    assert "default-src 'self'" in headers["content-security-policy"]
+    upload = "/gradio_api/upload"
+    assert asked(guard, upload, content_length=str(MOST_BYTES))[0] == 200
+    assert asked(guard, upload, content_length=str(2 * MOST_BYTES))[0] == 413
+    assert asked(guard, upload)[0] == 411
+
+
+def test_only_the_latest_uploads_stay_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr("sigcam.ui.security.MOST_FILES", 2)
+    files = [tmp_path / f"{i}.png" for i in range(5)]
+
+    async def stored(scope, receive, send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send(
+            {"type": "http.response.body", "body": json.dumps([str(files[int(scope["path"][1])])]).encode()}
+        )
+
+    guard = Guard(stored, local=False)
+    for i, file in enumerate(files):
+        file.write_bytes(b"x")
+        asked(guard, f"/{i}/upload", content_length="1")
+    (tmp_path / "thumbnail.webp").write_bytes(b"x")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["3.png", "4.png", "thumbnail.webp"]
+    files[0].write_bytes(b"x")
+    for i in (3, 0, 3):  # sent again, it is the latest
+        asked(guard, f"/{i}/upload", content_length="1")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0.png", "3.png", "thumbnail.webp"]
+
+
+# ---------------------------------------------------------------------------------------- which pictures
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "why"),
+    [
+        ("bomb.png", png_header(10_000, 10_000), "more than 50 megapixels"),
+        ("huge.png", png_header(60_000, 60_000), "more than 50 megapixels"),
+        ("text.png", b"this is no picture", "damaged"),
+        ("empty.jpg", b"", "damaged"),
+        ("cut.png", png_header(20, 20), "cannot read cut.png"),
+        ("large.jpg", b"\xff" * (MOST_BYTES + 1), "more than 20 MB"),
+        ("a.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "damaged, or no JPEG"),
+    ],
+)
+def test_a_file_that_cannot_be_shown_gives_a_sentence_without_a_path(tmp_path, name, data, why):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=why) as said:
+        admitted(tmp_path / name, tmp_path)
+    assert str(tmp_path) not in str(said.value) and name in str(said.value)
+
+
+def test_a_file_from_elsewhere_is_not_opened(tmp_path):
+    (tmp_path / "up").mkdir()
+    PICTURE.save(tmp_path / "a.png")
+    PICTURE.save(tmp_path / "up" / "b.png")
+    (tmp_path / "up" / "link.png").symlink_to(tmp_path / "a.png")
+    for path in (tmp_path / "a.png", tmp_path / "up" / ".." / "a.png", tmp_path / "up" / "link.png"):
+        with pytest.raises(DataError, match="was not sent to this page"):
+            admitted(path, tmp_path / "up")
+    for _ in range(2):  # two people who send the same picture share its file
+        assert admitted(tmp_path / "up" / "b.png", tmp_path / "up").size == PICTURE.size
+
+
+def test_the_shelf_opens_what_is_on_it_and_nothing_else(tmp_path):
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    inside.mkdir(), outside.mkdir()
+    PICTURE.save(outside / "secret.png")
+    PICTURE.save(inside / "a.png")
+    (inside / "link.png").symlink_to(outside / "secret.png")
+    shelf = Shelf(images_from_paths([inside]), inside)
+    assert shelf.open(0)[0] == "a.png"
+    with pytest.raises(DataError, match="leads out of the folder"):
+        shelf.open(1)
+    for index in (-1, 2, "0", "../out/secret.png", None, True, 0.0):
+        with pytest.raises(DataError, match="no such picture"):
+            shelf.open(index)
+    up = Samples((Sample("up", lambda: PICTURE, path=inside / ".." / "out" / "secret.png"),), ())
+    with pytest.raises(DataError, match="leads out of the folder"):
+        Shelf(up, inside).open(0)
+
+
+# -------------------------------------------------------------------------------- memory, and one at a time
+
+
+def test_sessions_are_few_and_end():
+    now = [0.0]
+    held = Sessions[int](most=2, idle=10, clock=lambda: now[0])
+    for i in range(3):
+        held.put(str(i), i)
+    assert len(held) == 2 and held.get("2") == 2
+    with pytest.raises(DataError, match="choose it again"):
+        held.get("0")
+    now[0] = 9
+    assert held.get("1") == 1
+    now[0] = 15
+    held.put("3", 3)
+    assert held.get("1") == 1 and len(held) == 2, "what was just used stays"
+    now[0] = 40
+    with pytest.raises(DataError):
+        held.get("3")
+    assert len(held) == 0
+
+
+def birds(count: int) -> Samples:
+    made = shapes(count, size=64)
+    return Samples(tuple(made), tuple(f"bird {k}" for k in range(8)))
+
+
+def others_meanwhile(model: torch.nn.Module, busy: threading.Thread) -> int:
+    """How often another thread gets the model's lock while one is busy with it."""
+    got = 0
+    while busy.is_alive():
+        if lock_of(model).acquire(timeout=5):
+            got += busy.is_alive()
+            lock_of(model).release()
+        busy.join(0.001)
+    return got
+
+
+def test_a_fit_is_a_new_branch_and_lets_others_at_the_model_between_chunks():
+    net = network(8)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    job = FitJob.beside(net, birds(96))
+    job.start()
+    got = others_meanwhile(net.origin, job._thread)
+    assert job.error is None and job.result is not None and job.net.fitted and got > 3
+    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+    assert job.net.origin is net.origin and job.done == job.total
+
+
+def test_a_fit_can_be_stopped():
+    job = FitJob.beside(network(8), birds(200))
+    job.stop()
+    job.start()
+    job.wait(30)
+    assert isinstance(job.error, Stopped) and not job.net.fitted and job.result is None
+
+
+def test_score_cam_lets_others_at_the_model_between_passes():
+    torch.manual_seed(0)
+    net = attach(Gap(4, channels=512))
+    net.transform = Preprocess(64, 64)
+    source = next(s for s in sources_of(net) if s.branch == "softmax")
+    look = Viewer("bird", PICTURE, [net])
+    asked = Request((0, 1), (Source("s", net, source.branch),), ("score-cam",))
+    busy = threading.Thread(target=look.ask, args=(asked,))
+    busy.start()
+    assert others_meanwhile(net.origin, busy) > 3
+    assert len(look.panels) == 2
+
+
+def test_an_unfitted_model_falls_back_to_the_centred_head_and_says_so(tmp_path):
+    from sigcam.ui.serve import UiOptions, open_nets, open_shelf
+
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n"
+        "def tiny():\n"
+        "    return nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),"
+        " nn.Linear(8, 3))\n"
+    )
+    spec = f"file:{tmp_path / 'net.py'}:tiny"
+    options = UiOptions(
+        spec, None, "sigmoid", "", None, None, None, None, "127.0.0.1", 7860, False, None, "cpu", False
+    )
+    nets, notice = open_nets(options)
+    assert "centred" in notice and str(tmp_path) not in notice
+    assert sources_of(nets["net.py:tiny"])[0].branch == "centred"
+    assert len(open_shelf("", None)[0]) >= 6
+    with pytest.raises(DataError, match="does not exist"):
+        open_shelf(str(Path(tmp_path) / "nowhere"), None)
