@@ -85,9 +85,7 @@ def main() -> None:
     train_probe(classifier, samples)
 
     def fresh() -> DualBranch:
-        net = attach(classifier.model)
-        net.transform, net.class_names = classifier.transform, samples.classes
-        return net
+        return attach(classifier.model, transform=classifier.transform, class_names=samples.classes)
 
     config = FitConfig()
     with tempfile.TemporaryDirectory() as cache:

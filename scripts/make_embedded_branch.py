@@ -24,7 +24,7 @@ from sigcam.core.config import FitConfig
 from sigcam.data.labels import match_classes
 from sigcam.data.registry import open_dataset
 from sigcam.evaluation.evaluator import evaluate
-from sigcam.network.opening import SHIPPED, attach_to, open_classifier
+from sigcam.network.opening import SHIPPED, open_network
 from sigcam.training.branch import fit
 
 CONFIG = FitConfig(prior="softmax", views=2)
@@ -34,8 +34,7 @@ def main(features: Path, pictures: Path) -> None:
     """Fits, measures, writes the branch (fp16) and its card."""
     with np.load(features) as held:
         ids = [str(name) for name in held["ids"]]
-    classifier = open_classifier("embedded", None, False)
-    net = attach_to(classifier, None, None)
+    net = open_network("embedded", branch=None).net
     result = fit(net, read_features(features), CONFIG)
     SHIPPED.parent.mkdir(exist_ok=True)
     net.save(SHIPPED, dtype=torch.float16)

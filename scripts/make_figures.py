@@ -86,9 +86,8 @@ def main(demo: Path, images: Path, *names: str) -> None:
 def opened(demo: Path) -> DualBranch:
     """The demo's classifier with its branch, in double precision, so that identities are seen to hold."""
     classifier = sigcam.load_classifier("embedded", weights=demo / "classifier.safetensors")
-    net = sigcam.load(demo / "branch.safetensors", classifier.model)
-    net.transform, net.class_names = classifier.transform, classifier.classes
-    return net.double()
+    known = {"transform": classifier.transform, "class_names": classifier.classes}
+    return sigcam.load(demo / "branch.safetensors", classifier.model, **known).double()
 
 
 def batch(net: DualBranch, sample: Sample) -> Tensor:

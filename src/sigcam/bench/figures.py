@@ -12,12 +12,12 @@ from sigcam.bench.paper import ROWS
 from sigcam.bench.plan import Plan
 from sigcam.bench.tables import paper_methods_for
 from sigcam.core.config import FitConfig
+from sigcam.core.types import Progress
 from sigcam.data.sample import Samples
 from sigcam.drawing.overlay import grid, overlay, with_boxes
 from sigcam.methods.explainer import explain
 from sigcam.metrics.boxes import scaled_boxes
 from sigcam.network.dual import DualBranch
-from sigcam.training.features import Progress
 
 
 def qualitative(plan: Plan, dataset: str, progress: Progress, rows: int = 6) -> Path:

@@ -17,6 +17,7 @@ from sigcam.core.config import FitConfig, TrainConfig
 from sigcam.core.distributed import barrier, rank, single_process, world_size
 from sigcam.core.errors import DataError, SigcamError
 from sigcam.core.files import hash_of
+from sigcam.core.types import Progress
 from sigcam.data.fingerprint import data_fingerprint, files_fingerprint
 from sigcam.data.labels import match_classes
 from sigcam.data.sample import Samples
@@ -29,7 +30,7 @@ from sigcam.network.dual import DualBranch
 from sigcam.network.opening import SHIPPED
 from sigcam.training.branch import fit
 from sigcam.training.classifier import train_classifier
-from sigcam.training.features import Data, Features, Progress, extract
+from sigcam.training.features import Data, Features, extract
 from sigcam.training.linear_probe import train_probe
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def network(
     given = plan.given(dataset)
     if plan.ships(dataset) and config == FitConfig(seed=plan.seed):
         classifier = load_classifier("embedded", device=plan.device)
-        return _prepared(load(SHIPPED, _last(classifier)), classifier)
+        return load(SHIPPED, _last(classifier), **_known(classifier))
     if given or dataset == "ilsvrc":  # a trained one, or one with its published head
         train = plan.training(dataset, plan.learning)
         classifier = load_classifier(plan.backbone, weights=given, device=plan.device)
@@ -58,7 +59,7 @@ def network(
     without = [] if negatives is None else [data_fingerprint(negatives), files_fingerprint(negatives)]
     file = home / f"branch-{hash_of([asdict(config), *without])[:8]}.safetensors"
     if not file.is_file():
-        net = _prepared(attach(_last(classifier)), classifier)
+        net = attach(_last(classifier), **_known(classifier))
         data: Data | Features = match_classes(train, net.classes, net.class_names)
         cache = plan.output / "features"
         if plan.backbone == VGG and not given:
@@ -77,7 +78,7 @@ def network(
             net.save(file)
         barrier()
     with _kept(file):
-        return _prepared(load(file, _last(classifier)), classifier)
+        return load(file, _last(classifier), **_known(classifier))
 
 
 def _trained(plan: Plan, dataset: str, progress: Progress) -> tuple[Classifier, Samples, Path]:
@@ -136,7 +137,6 @@ def _last(classifier: Classifier) -> torch.nn.Module:
     return classifier.model.to(memory_format=torch.channels_last)
 
 
-def _prepared(net: DualBranch, classifier: Classifier) -> DualBranch:
-    net.transform = classifier.transform
-    net.class_names = net.class_names or classifier.classes
-    return net
+def _known(classifier: Classifier) -> dict[str, Any]:
+    """What the classifier tells `attach` and `load`."""
+    return {"transform": classifier.transform, "class_names": classifier.classes}

@@ -17,11 +17,11 @@ from sigcam.bench.plan import FINE, Plan, there
 from sigcam.core.config import FitConfig
 from sigcam.core.files import write_text_atomic
 from sigcam.core.manifest import versions
+from sigcam.core.types import Progress
 from sigcam.methods.explainer import explain
 from sigcam.models.classifier import load_classifier
 from sigcam.network.attachment import attach
 from sigcam.training.branch import fit
-from sigcam.training.features import Progress
 from sigcam.training.linear_probe import train_probe
 
 _REPEATS = 21

@@ -19,6 +19,7 @@ from sigcam.bench.paper import Row
 from sigcam.core.distributed import barrier, rank
 from sigcam.core.errors import DataError
 from sigcam.core.files import hash_of, write_text_atomic
+from sigcam.core.types import Progress
 from sigcam.data.labels import check_disjoint, match_classes
 from sigcam.data.registry import open_dataset
 from sigcam.data.sample import Samples
@@ -29,7 +30,6 @@ from sigcam.metrics.base import ImageMetric
 from sigcam.metrics.bootstrap import Interval, paired
 from sigcam.network.dual import DualBranch
 from sigcam.network.opening import SHIPPED
-from sigcam.training.features import Progress
 
 BASELINE = ("softmax", False)
 CONTROL = ("softmax", True)  # what clamped maps of other heads are compared with besides

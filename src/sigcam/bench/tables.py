@@ -14,10 +14,11 @@ from sigcam.bench.plan import DATASETS, FINE, MASKED_DATASETS, VGG, Plan, measur
 from sigcam.core.config import FitConfig
 from sigcam.core.distributed import all_gather, world_size
 from sigcam.core.errors import DataError
+from sigcam.core.types import Progress
 from sigcam.data.sample import Samples
 from sigcam.metrics.bootstrap import Interval
 from sigcam.network.dual import DualBranch, linear_weight
-from sigcam.training.features import Progress, extract
+from sigcam.training.features import extract
 
 
 def table1(plan: Plan, progress: Progress) -> list[Row]:

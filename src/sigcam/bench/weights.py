@@ -26,12 +26,13 @@ from torch import Tensor, nn
 from sigcam.bench.plan import VGG
 from sigcam.core.config import FitConfig
 from sigcam.core.errors import DataError, ModelError
+from sigcam.core.types import Progress
 from sigcam.data.sample import Samples
 from sigcam.models.classifier import Classifier, load_classifier
 from sigcam.models.wsol import CamVgg
 from sigcam.network.attachment import attach
 from sigcam.network.dual import DualBranch
-from sigcam.training.features import Features, Progress, extract
+from sigcam.training.features import Features, extract
 
 if TYPE_CHECKING:
     from sigcam.bench.plan import Plan

@@ -11,6 +11,7 @@ import typer
 from sigcam.cli.console import progress_bar, show_caches, show_table
 from sigcam.cli.options import options_of
 from sigcam.core.config import FitConfig, TrainConfig
+from sigcam.network.opening import check_device
 
 app = typer.Typer(
     help="Evidence maps for any image classifier, from a sigmoid branch that leaves predictions untouched.",
@@ -85,7 +86,6 @@ def inspect(
     """Show how a classifier is split (head, layer, map size) and what a data set holds."""
     from sigcam.cli.inspect import inspect_data, model_facts
     from sigcam.core.errors import DataError
-    from sigcam.network.opening import attach_to, open_classifier
 
     facts: dict[str, Any] = {}
     if (output or split) and not data:
@@ -95,8 +95,11 @@ def inspect(
         with progress_bar() as progress:
             facts["data"] = inspect_data(data, **where, workers=workers, seed=seed, progress=progress)
     if model or not data:
-        classifier = open_classifier(model or "embedded", weights, crop, pretrained=False)
-        facts["model"] = model_facts(classifier, attach_to(classifier, head, layer))
+        place: Any = {"head": head, "layer": layer, "crop": crop, "pretrained": False}
+        from sigcam.network.opening import open_network
+
+        opened = open_network(model or "embedded", weights, None, **place)
+        facts["model"] = model_facts(opened.classifier, opened.net)
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
     else:
@@ -391,7 +394,6 @@ def demo(
 ) -> None:
     """Do the whole job offline: make data, train a classifier, fit a branch, draw and measure maps."""
     from sigcam.cli.demo import run_demo
-    from sigcam.network.opening import check_device
 
     with progress_bar() as progress:
         table = run_demo(

@@ -25,9 +25,9 @@ from sigcam.core.distributed import process_group, rank, world_size
 from sigcam.core.errors import DataError, SigcamError
 from sigcam.core.files import check_writable, write_text_atomic
 from sigcam.core.manifest import write_manifest
+from sigcam.core.types import Progress
 from sigcam.network.opening import check_device
 from sigcam.reports.html import require_report_extra
-from sigcam.training.features import Progress
 
 TARGETS = (*TABLES, "overhead", "figures", "all")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from sigcam.core.config import FitConfig
 from sigcam.core.files import check_writable, write_text_atomic
 from sigcam.core.manifest import write_manifest
+from sigcam.core.types import Progress
 from sigcam.data.fingerprint import data_fingerprint
 from sigcam.data.loader import load_batches
 from sigcam.data.readers.shapes import scenes, shapes
@@ -28,7 +29,6 @@ from sigcam.reports.demo_report import demo_page
 from sigcam.reports.figures import distortions_figure, maps_figure
 from sigcam.reports.html import can_report
 from sigcam.training.branch import fit
-from sigcam.training.features import Progress
 from sigcam.training.linear_probe import train_probe
 
 SHOWN = 24  # test pictures in the report

@@ -15,6 +15,7 @@ from sigcam.core.distributed import process_group, rank
 from sigcam.core.errors import DataError
 from sigcam.core.files import check_writable, write_text_atomic
 from sigcam.core.manifest import write_manifest
+from sigcam.core.types import Progress
 from sigcam.data.labels import check_disjoint
 from sigcam.data.readers.wsol import wsol
 from sigcam.data.registry import guess_format, open_dataset
@@ -25,10 +26,9 @@ from sigcam.evaluation.examples import collect_examples
 from sigcam.evaluation.result import Result
 from sigcam.methods.map_config import MapConfig
 from sigcam.network.dual import DualBranch
-from sigcam.network.opening import attach_to, branch_file, open_branch, open_classifier
+from sigcam.network.opening import branch_file, has_shipped_branch, open_network
 from sigcam.reports.evaluation_report import evaluation_page
 from sigcam.reports.html import require_report_extra
-from sigcam.training.features import Progress
 
 
 @dataclass(frozen=True)
@@ -168,10 +168,8 @@ def _measure_network(options: EvaluateOptions, progress: Progress) -> Measured:
     """The result of what a network draws: by default from both heads or, without a fitted branch, from the
     softmax head as it is and centred."""
     branch, metrics = options.branch, _words(options.metrics)
-    shipped = "embedded" if options.model == "embedded" and options.weights is None else ""
-    fitted = branch not in ("", "softmax", "centred", "sigmoid") or (
-        bool(shipped) and branch in ("", "sigmoid")
-    )
+    shipped = has_shipped_branch(options.model, options.weights)
+    fitted = branch not in ("", "softmax", "centred", "sigmoid") or (shipped and branch in ("", "sigmoid"))
     fitted = fitted and not (options.head or options.layer) if branch == "" else fitted
     alone = [branch] if branch in ("softmax", "centred") else ["softmax", "sigmoid" if fitted else "centred"]
     branches: Any = _words(options.branches) or alone
@@ -180,7 +178,7 @@ def _measure_network(options: EvaluateOptions, progress: Progress) -> Measured:
         for source in branches:
             MapConfig(method, source).checked()
     if fitted or branch == "sigmoid" or "sigmoid" in branches:
-        branch_file(branch or "sigmoid", shipped)
+        branch_file(branch or "sigmoid", options.model, options.weights)
         if options.head or options.layer:
             raise DataError("--head and --layer are part of a fitted branch: leave them out, or refit.")
     thresholds = [name for name in metrics or ["max_box_acc_v2"] if name.startswith("max_box_acc")]
@@ -194,12 +192,9 @@ def _measure_network(options: EvaluateOptions, progress: Progress) -> Measured:
         check_disjoint(held, samples, why)
     if rank() == 0:
         check_writable(options.output)
-    classifier = open_classifier(options.model, options.weights, False, options.device)
-    net = (
-        open_branch(branch or "sigmoid", classifier)
-        if fitted
-        else attach_to(classifier, options.head, options.layer)
-    )
+    named = (branch or "sigmoid") if fitted else None
+    place: Any = {"head": options.head, "layer": options.layer, "device": options.device}
+    net = open_network(options.model, options.weights, named, **place).net
     how: Any = {
         "methods": methods,
         "branches": branches,

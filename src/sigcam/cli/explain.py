@@ -27,14 +27,7 @@ from sigcam.methods.explanation import Explanation
 from sigcam.methods.map_config import MapConfig
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.dual import DualBranch
-from sigcam.network.opening import (
-    attach_to,
-    branch_file,
-    class_index,
-    file_names,
-    open_branch,
-    open_classifier,
-)
+from sigcam.network.opening import branch_file, class_index, file_names, open_network
 from sigcam.reports.explain_report import explain_page
 from sigcam.reports.html import require_report_extra
 
@@ -85,12 +78,13 @@ def draw_pictures(options: ExplainOptions, as_json: bool) -> None:
     MapConfig(o.method, source, o.clamp, o.target, o.scale, top_n=o.top_n).checked()
     samples = open_pictures(o.pictures) if o.pictures else open_dataset(o.data, format=o.format, split="test")
     if fitted:
-        branch_file(o.branch, "embedded" if o.model == "embedded" and o.weights is None else "")
+        branch_file(o.branch, o.model, o.weights)
         if o.head or o.layer:
             raise DataError("--head and --layer are part of a fitted branch: leave them out, or refit.")
     check_writable(o.output)
-    classifier = open_classifier(o.model, o.weights, o.crop, o.device)
-    net = open_branch(o.branch, classifier) if fitted else attach_to(classifier, o.head, o.layer)
+    place = {"head": o.head, "layer": o.layer, "crop": o.crop, "device": o.device}
+    opened = open_network(o.model, o.weights, o.branch, **place)
+    net, classifier = opened.net, opened.classifier
     journal = Journal.open(o.output, net, samples, options)
     rows, skipped = _drawn(net, samples, options, source, journal)
     if not rows:

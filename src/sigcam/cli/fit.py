@@ -20,7 +20,7 @@ from sigcam.core.manifest import write_manifest
 from sigcam.data.fingerprint import data_fingerprint
 from sigcam.data.labels import match_classes
 from sigcam.models.state_dict import fingerprint
-from sigcam.network.opening import attach_to, open_classifier, open_training_data
+from sigcam.network.opening import open_network, open_training_data
 from sigcam.training.branch import FitResult, check_config, fit
 from sigcam.training.feature_cache import default_folder
 from sigcam.training.features import Features
@@ -62,8 +62,9 @@ def make_branch(options: FitOptions, config: FitConfig, as_json: bool) -> None:
             known = {"data": options.data}
         if rank() == 0:
             check_writable(options.output)
-        classifier = open_classifier(options.model, options.weights, options.crop, device)
-        net = attach_to(classifier, options.head, options.layer)
+        place: Any = {"head": options.head, "layer": options.layer, "crop": options.crop, "device": device}
+        opened = open_network(options.model, options.weights, None, **place)
+        net, classifier = opened.net, opened.classifier
         if not options.features:
             data = match_classes(data, net.classes, net.class_names)
             known["data_fingerprint"] = data_fingerprint(data)

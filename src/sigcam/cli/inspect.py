@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 from sigcam.core.errors import DataError
 from sigcam.core.files import check_writable, write_atomic
 from sigcam.core.manifest import write_manifest
+from sigcam.core.types import Progress
 from sigcam.data.fingerprint import data_fingerprint
 from sigcam.data.loader import load_batches
 from sigcam.data.registry import guess_format, open_dataset
@@ -35,7 +35,6 @@ ALIKE = 1e-3  # of a map's largest value
 SPLITS = ("train", "val", "test")
 SHEET = "contact-sheet.png"
 NAMED = 5  # damaged files that are named
-Progress = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 
 
 def model_facts(classifier: Classifier, net: DualBranch) -> dict[str, str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class ImageSize(NamedTuple):
@@ -18,6 +21,11 @@ class GridSize(NamedTuple):
 
     height: int
     width: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> GridSize:
+        """The size of a tensor's last two axes."""
+        return cls(int(tensor.shape[-2]), int(tensor.shape[-1]))
 
 
 Progress = Callable[[str, int, int], None]  # stage, done, total (0: unknown)

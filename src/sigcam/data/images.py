@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sigcam.core.errors import DataError
-from sigcam.data.sample import ImageSize, Sample, Samples
+from sigcam.core.types import ImageSize
+from sigcam.data.sample import Sample, Samples
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -66,7 +67,7 @@ def read_image_size(path: Path, *, upright: bool = True) -> ImageSize | None:
             warnings.simplefilter("ignore")
             with Image.open(path) as image:
                 turned = upright and image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-                return image.size[::-1] if turned else image.size
+                return ImageSize(*(image.size[::-1] if turned else image.size))
     except Exception:  # told of when it is opened
         return None
 

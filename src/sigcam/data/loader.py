@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from sigcam.core.errors import DataError
-from sigcam.data.sample import ImageSize, Sample, Samples
+from sigcam.core.types import ImageSize
+from sigcam.data.sample import Sample, Samples
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -82,8 +83,8 @@ class _Readings(Dataset[_Reading]):
         try:
             picture = sample.open()
         except (DataError, OSError) as error:
-            return index, sample, str(error), (0, 0)
-        return index, sample, self.transform(picture), picture.size
+            return index, sample, str(error), ImageSize(0, 0)
+        return index, sample, self.transform(picture), ImageSize(*picture.size)
 
 
 def _join(readings: list[_Reading]) -> Batch:

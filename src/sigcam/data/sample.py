@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
+from sigcam.core.types import ImageSize
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from PIL import Image
 
 Box = tuple[int, int, int, int]
-ImageSize = tuple[int, int]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sigcam.core.errors import DataError
-from sigcam.data.sample import Box, ImageSize
+from sigcam.core.types import ImageSize
+from sigcam.data.sample import Box
 
 if TYPE_CHECKING:
     pass

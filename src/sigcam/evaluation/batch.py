@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from sigcam.core.types import GridSize
 from sigcam.data.loader import Batch
 from sigcam.data.sample import Sample
 from sigcam.evaluation.registry import BatchRecord, MetricSpec, boxes_for, mask_for
@@ -20,7 +21,6 @@ from sigcam.methods.targets import Branch, at_least_float32, branch_logits
 from sigcam.metrics.fidelity import insertion_deletion_curves
 from sigcam.metrics.localization import in_top
 from sigcam.network.dual import DualBranch, ForwardPass
-from sigcam.network.trace import GridSize
 from sigcam.network.zoom import zoomed
 
 Scorer = Literal["softmax", "sigmoid", "branch"]

@@ -14,6 +14,7 @@ from torch import Tensor
 from sigcam.core.distributed import all_gather, local_batches
 from sigcam.core.errors import DataError
 from sigcam.core.manifest import versions
+from sigcam.core.types import Progress
 from sigcam.data.fingerprint import data_fingerprint
 from sigcam.data.labels import match_classes
 from sigcam.data.loader import load_batches
@@ -29,7 +30,6 @@ from sigcam.methods.targets import Branch
 from sigcam.models.preprocess import Preprocess
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.dual import DualBranch
-from sigcam.training.features import Progress
 
 
 def evaluate(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sigcam.core.errors import DataError
+from sigcam.core.types import Progress
 from sigcam.data.labels import match_classes
 from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples
@@ -20,7 +21,6 @@ from sigcam.methods.explanation import Explanation
 from sigcam.methods.inputs import Scores
 from sigcam.metrics.boxes import best_ious
 from sigcam.network.dual import DualBranch
-from sigcam.training.features import Progress
 
 LOOKED_AT = 200  # images
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from sigcam.core.errors import DataError
+from sigcam.core.types import ImageSize
 from sigcam.data.masks import resize_mask
-from sigcam.data.sample import ImageSize, Sample
+from sigcam.data.sample import Sample
 from sigcam.metrics.base import ImageMetric
 from sigcam.metrics.boxes import scaled_boxes
 from sigcam.metrics.fidelity import AverageDrop, Deletion, IncreaseInConfidence, Insertion, MeanMap

@@ -1,6 +1,5 @@
 """CAM methods: from a forward pass to an `Explanation`."""
 
-from sigcam.methods import formulas  # noqa: F401 (registers the methods)
 from sigcam.methods.registry import METHODS, Method, method
 
 __all__ = ["METHODS", "Method", "method"]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sigcam.core.errors import DataError
+from sigcam.core.types import GridSize
 from sigcam.methods.explanation import Explanation
 from sigcam.methods.inputs import Classes, Picture, Scores, as_batch, choose_classes
 from sigcam.methods.map_config import MapConfig, MapSize, Scale
@@ -152,7 +153,7 @@ def _explained(
             low = [draw_raw_maps(view.net, passage, chosen, how) for passage in view.passages]
             grid = view.passages[-1].features.shape[-2:]
             out = native.image if size == "image" else grid if size == "features" else size
-            maps = fuse_layers(low, how, (int(out[0]), int(out[1])))
+            maps = fuse_layers(low, how, GridSize(int(out[0]), int(out[1])))
             seen.append(maps.flip(-1) if view.mirrored else maps)
         if len(seen) > 1:
             maps = torch.stack(seen).mean(0)

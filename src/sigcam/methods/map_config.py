@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from sigcam.core.errors import DataError
+from sigcam.core.types import GridSize
 from sigcam.methods.registry import method_name
 from sigcam.methods.targets import Branch, Target, TargetName, as_target
-from sigcam.network.trace import GridSize
 
 Scale = Literal["unit", "raw"]
 

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sigcam.core.types import GridSize
 from sigcam.methods.map_config import MapConfig, Scale
 from sigcam.methods.raw_maps import RawMaps
-from sigcam.network.trace import GridSize
 
 
 def resize(maps: Tensor, size: GridSize, mode: Literal["bicubic", "bilinear"]) -> Tensor:
     """(B, K, P, Q) to (B, K, H, W), pixel centres aligned as OpenCV does."""
-    if maps.shape[-2:] == size:
+    if tuple(maps.shape[-2:]) == size:
         return maps
     return F.interpolate(maps, size, mode=mode, align_corners=False)
 

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sigcam.core.errors import DataError
+from sigcam.core.types import GridSize
 from sigcam.network.dual import DualBranch
 from sigcam.network.hooks import fresh_autocast_cache
 from sigcam.network.split import MAX_PREFIX_TOKENS
-from sigcam.network.trace import GridSize, chunks, eval_mode, logits_of, tensors_in
+from sigcam.network.trace import chunks, eval_mode, logits_of, tensors_in
 
 
 def rollout_maps(net: DualBranch, images: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ class _Rollout(TorchFunctionMode):
         self.sequences: list[Tokens] = []  # made of the last layer's output, in order
         self.entering: list[Tensor] = []  # the output layers
         self.logits: Tensor
-        self.grid: GridSize = (0, 0)
+        self.grid = GridSize(0, 0)
         self._product: Tensor | None = None
 
     @property
@@ -87,12 +88,11 @@ class _Rollout(TorchFunctionMode):
     def run(self, images: Tensor) -> _Rollout:
         """Runs the model, and checks that what was seen is the attention of a plain ViT."""
         self.batch, split = len(images), self.net.split
-        size = (images.shape[-2], images.shape[-1])
+        size = GridSize.of(images)
 
         def at_layer(module: nn.Module, args: Any, out: Tensor) -> None:
             if threading.get_ident() == self.thread:
-                p, q = split.fold(out, size).shape[-2:]
-                self.grid = (p, q)
+                self.grid = GridSize.of(split.fold(out, size))
 
         def before_last(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if threading.get_ident() == self.thread:
@@ -210,7 +210,7 @@ class _Rollout(TorchFunctionMode):
             return
         scores, weights = (input, out) if axis == -1 else (input.mT, out.mT)
         if weights.shape[-2] != weights.shape[-1]:
-            self.others.add((weights.shape[-2], weights.shape[-1]))
+            self.others.add(GridSize.of(weights))
         else:
             own = scores.diagonal(dim1=-2, dim2=-1)  # of a token with itself: no other has a part in it
             self._join(weights, _Step([(own, -1)], (out, -3 - axis)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,8 @@ def attach(
     init: Init = "fresh",
     optimize: bool = False,
     seed: int = 0,
+    transform: Callable[[Any], Tensor] | None = None,
+    class_names: Sequence[str] | None = None,
 ) -> DualBranch:
     """A DualBranch around the trained classifier, which itself stays as it is.
 
@@ -37,6 +40,8 @@ def attach(
         init: "fresh" starts the branch at Normal(0, 0.01), "copy" at the softmax head's weights.
         optimize: works on a private copy of the model as it is now, made faster (folded BatchNorm, memory
             layout); its logits agree with the model's within 1e-4, but are no longer bit-equal.
+        transform: preprocessing, from a picture to a (C, H, W) tensor; by default what the model declares.
+        class_names: one per logit.
     """
     model, told = unwrap(model), example is not None
     for argument, name in (("head", head), ("layer", layer)):
@@ -71,8 +76,11 @@ def attach(
         net.recording_at((split.place,))
         net.linear = frozenset(b for b in ("softmax", "sigmoid") if _is_gap_linear(net, b, example))
         net.input_shape = (int(example.shape[1]), int(example.shape[2]), int(example.shape[3]))
-    net.transform = declared_transform(model)
-    if isinstance(net.transform, Preprocess) and not told:  # a timm model may be built for another size
+    net.class_names = tuple(class_names) if class_names else None
+    net.transform = transform or declared_transform(model)
+    if (
+        isinstance(net.transform, Preprocess) and not told and transform is None
+    ):  # a timm model may be built for another size
         net.transform = replace(net.transform, height=net.input_shape[1], width=net.input_shape[2])
     return net
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +17,16 @@ from sigcam.network.dual import DualBranch
 
 
 def load(
-    path: str | Path, model: nn.Module, *, example: Tensor | None = None, optimize: bool = False
+    path: str | Path,
+    model: nn.Module,
+    *,
+    example: Tensor | None = None,
+    optimize: bool = False,
+    transform: Callable[[Any], Tensor] | None = None,
+    class_names: Sequence[str] | None = None,
 ) -> DualBranch:
     """The DualBranch that `save` wrote, around the same trained classifier; CheckpointError if it is
-    another. `optimize` as for `attach`."""
+    another. `optimize` and `transform` as for `attach`; `class_names` where the file has none."""
     from safetensors import SafetensorError, safe_open
 
     if not isinstance(path, str | Path):
@@ -48,7 +56,7 @@ def load(
         weight = next(model.parameters())
         example = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)).to(weight)
     head, place = known.get("head"), known.get("layer")
-    net = attach(model, head=head, layer=place, example=example, optimize=optimize)
+    net = attach(model, head=head, layer=place, example=example, optimize=optimize, transform=transform)
     name = type(net.model).__name__
     ours, theirs = (net.split.heads, net.split.layer), (tuple(heads), layer)
     if known != named or classes != net.classes or ours != theirs:
@@ -71,7 +79,7 @@ def load(
         raise CheckpointError(
             f"{path} does not fit this {name}: {' '.join(str(error).split())[:200]}"
         ) from error
-    net.class_names = tuple(names) if names else None
+    net.class_names = tuple(names or class_names or ()) or None
     net.recipe, net.fitted = recipe, fitted
     return net
 

@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sigcam.core.errors import DataError
+from sigcam.core.types import GridSize
 from sigcam.network.dual import DualBranch
-from sigcam.network.trace import GridSize, ModuleOutput, Trace, eval_mode, listed, run_traced
+from sigcam.network.trace import ModuleOutput, Trace, eval_mode, listed, run_traced
 from sigcam.network.zoom import grid_of, quietly, said, twin
 
+Pair = tuple[int, int]  # of a kernel, stride or padding: rows, columns
 _PLANS: weakref.WeakKeyDictionary[DualBranch, tuple[Change, ...]] = weakref.WeakKeyDictionary()
 
 # functions that carry values from cell to cell: inside a module they are its own, elsewhere out of our reach
@@ -41,8 +43,8 @@ class Change:
 
     name: str
     how: Literal["stride", "spread", "global"]
-    before: GridSize = (0, 0)
-    after: GridSize = (0, 0)
+    before: Pair = (0, 0)
+    after: Pair = (0, 0)
 
 
 class _Refused(Exception):
@@ -112,7 +114,7 @@ class _Trial:
     noise: Tensor
     wanted: Tensor
     size: GridSize
-    phase: GridSize
+    phase: Pair
 
 
 class _Planner:
@@ -131,8 +133,7 @@ class _Planner:
         self.spatial = [o for o in self.trace.outputs if _window(o.module) is not None]
         layer = [o for o in self.trace.outputs if o.name == net.split.layer and o.call == net.split.call]
         self.features = layer[0]
-        size = (example.shape[-2], example.shape[-1])
-        self.grid = net.split.fold(self.features.tensor, size).shape[-2:]
+        self.grid = GridSize.of(net.split.fold(self.features.tensor, GridSize.of(example)))
 
     def traced(self, example: Tensor) -> Trace:
         def note(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -199,7 +200,7 @@ class _Planner:
             raise _Refused(f"its last stage uses {listed(mixing)}, with no stride or dilation to change")
         narrowed = any(o.tensor.shape[-2:] != self.shapes[o.module][0][-2:] for o in later)
         for o in strided:
-            if o.tensor.shape[-2:] != self.grid and not narrowed:
+            if GridSize.of(o.tensor) != self.grid and not narrowed:
                 raise _Refused(f"the grid shrinks between {o.name!r} and its features, in no module")
 
     def halve(self, strided: list[ModuleOutput]) -> list[Change]:
@@ -234,7 +235,7 @@ class _Planner:
         phase = next(
             (k for k in product((0, 1), (0, 1)) if _agree(got[..., k[0] :: 2, k[1] :: 2], wanted)), (0, 0)
         )
-        return _Trial(output, noise, wanted, (got.shape[-2], got.shape[-1]), phase)
+        return _Trial(output, noise, wanted, GridSize.of(got), phase)
 
     def spread(self, output: ModuleOutput) -> Change:
         """The window twice as wide; checked on noise against the window as it was on every second cell."""
@@ -287,11 +288,11 @@ def _agree(got: Tensor, wanted: Tensor) -> bool:
     return bool((got - wanted).abs().max() <= 0.01 * wanted.abs().max())
 
 
-def _pair(value: Any) -> GridSize:
+def _pair(value: Any) -> Pair:
     return (int(value[0]), int(value[-1])) if isinstance(value, tuple | list) else (int(value), int(value))
 
 
-def _window(module: nn.Module) -> GridSize | None:
+def _window(module: nn.Module) -> Pair | None:
     """The extent of a module that reads neighbouring cells and whose stride we can change; else None."""
     if isinstance(module, nn.Conv2d | nn.MaxPool2d | nn.AvgPool2d):
         return _pair(module.kernel_size)
@@ -334,7 +335,7 @@ def _runs(module: Any, forward: Callable[[Tensor], Tensor]) -> None:
     module.forward = forward
 
 
-def _times(factor: int, value: Any) -> GridSize:
+def _times(factor: int, value: Any) -> Pair:
     rows, columns = _pair(value)
     return factor * rows, factor * columns
 
@@ -351,7 +352,7 @@ def _max(x: Tensor) -> Tensor:
     return x.amax((-2, -1), keepdim=True)
 
 
-def _average(pool: nn.AvgPool2d, stride: GridSize, dilation: int, pads: tuple[int, ...], x: Tensor) -> Tensor:
+def _average(pool: nn.AvgPool2d, stride: Pair, dilation: int, pads: tuple[int, ...], x: Tensor) -> Tensor:
     """Average pooling with dilation, which torch's lacks; cells in `pads` count for nothing."""
     window = x.new_ones(1, 1, *_pair(pool.kernel_size))
     rows, columns = _times(dilation, pool.padding)

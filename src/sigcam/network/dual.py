@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 
 from sigcam.core.errors import AttachError, CheckpointError
 from sigcam.core.files import write_atomic
+from sigcam.core.types import GridSize
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.hooks import HookedPass, fresh_autocast_cache
 from sigcam.network.layout import FeaturePoint
 from sigcam.network.output_tail import Tail
 from sigcam.network.sigmoid_head import SigmoidHead
 from sigcam.network.split import Split, find_split
-from sigcam.network.trace import GridSize
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ForwardPass(Branches):
     @property
     def image(self) -> GridSize:
         """Height and width of the images."""
-        return self.images.shape[-2], self.images.shape[-1]
+        return GridSize.of(self.images)
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class DualBranch(nn.Module):
                 sigmoid, pooled = self.sigmoid(tap.inputs)
                 tail = self._softmax_tail
                 logits = tap.logits if tail is None else tail(tap.outputs).reshape(-1, self.classes)
-                size = (images.shape[-2], images.shape[-1])
+                size = GridSize.of(images)
                 return [
                     ForwardPass(bare.detach(), sigmoid, p.fold(cut, size), pooled, cut, logits, images, p)
                     for p, cut in zip(places, tap.cuts, strict=True)

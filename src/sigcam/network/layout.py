@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sigcam.network.trace import GridSize
+from sigcam.core.types import GridSize
 
 AxisOrder = Literal["NCHW", "NHWC", "NLC", "LNC"]  # here N is the batch, C the channels, L the tokens
 
@@ -40,7 +40,7 @@ class FeatureLayout:
         wanted = self.grid[0] * image[0] / self.image[0]
         divisors = (rows for rows in range(1, tokens + 1) if tokens % rows == 0)
         rows = min(divisors, key=lambda rows: abs(rows - wanted))
-        return rows, tokens // rows
+        return GridSize(rows, tokens // rows)
 
     def one_image(self, output: Tensor, index: int) -> Tensor:
         """The layer's output for one image of the batch, as a batch of one."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
-from sigcam.core.errors import CheckpointError, DataError
+from sigcam.core.errors import CheckpointError, ConfigError, DataError
 from sigcam.data.registry import open_dataset
 from sigcam.data.sample import Samples
 from sigcam.models.classifier import Classifier, load_classifier
@@ -64,40 +66,66 @@ def open_classifier(
     return classifier
 
 
-def attach_to(classifier: Classifier, head: str | None, layer: str | None) -> DualBranch:
-    """A network around the classifier, with its preprocessing and class names."""
-    return _prepared(attach(classifier.model, head=head, layer=layer), classifier)
+@dataclass(frozen=True)
+class OpenedNetwork:
+    """A classifier with a branch beside it, and the branch to draw maps from."""
+
+    net: DualBranch
+    classifier: Classifier
+    branch: Literal["sigmoid", "softmax", "centred"]
 
 
-def open_branch(branch: str, classifier: Classifier) -> DualBranch:
-    """The network with the fitted branch in the file, or in the folder that `sigcam fit` wrote."""
-    file = branch_file(branch, classifier.name)
-    net = _prepared(load(file, classifier.model), classifier)
+def open_network(
+    model: str = "embedded",
+    weights: Path | None = None,
+    branch: str | None = "sigmoid",
+    *,
+    head: str | None = None,
+    layer: str | None = None,
+    crop: bool = False,
+    device: str = "cpu",
+    pretrained: bool = True,
+) -> OpenedNetwork:
+    """Open the classifier that `model` and `weights` name, with the branch that `branch` names.
+
+    Args:
+        branch: a branch file, or the folder that `sigcam fit` wrote; "sigmoid" for the one that comes with
+            the embedded model; "softmax" or "centred" for a head that needs no file; None to attach a new
+            branch, to be fitted.
+    """
+    file = None if branch in (None, "softmax", "centred") else branch_file(branch, model, weights)
+    if file and (head or layer):
+        raise ConfigError("--head and --layer are part of a fitted branch: leave them out, or refit.")
+    classifier = open_classifier(model, weights, crop, device, pretrained=pretrained)
+    known: Any = {"transform": classifier.transform, "class_names": classifier.classes}
+    if file is None:
+        net = attach(classifier.model, head=head, layer=layer, **known)
+        return OpenedNetwork(net, classifier, "centred" if branch == "centred" else "softmax")
+    net = load(file, classifier.model, **known)
     if not net.fitted:
         raise CheckpointError(f"{file} holds a branch that was never fitted: make one with `sigcam fit`.")
-    return net
+    return OpenedNetwork(net, classifier, "sigmoid")
 
 
-def branch_file(branch: str, model: str) -> Path:
-    """The file that --branch names: "sigmoid" the one that comes with the embedded model; CheckpointError if
-    there is none."""
-    if branch == "sigmoid" and model == "embedded":
+def branch_file(branch: str | None, model: str, weights: Path | None) -> Path:
+    """The file that --branch names; CheckpointError if there is none."""
+    if branch == "sigmoid" and has_shipped_branch(model, weights):
         return SHIPPED
     if branch == "sigmoid":
         raise CheckpointError(
             "the sigmoid branch must be fitted first: give its file (--branch branch.safetensors, made by "
             "`sigcam fit`), or use --branch centred, which needs none."
         )
-    file = Path(branch) / "branch.safetensors" if Path(branch).is_dir() else Path(branch)
+    path = Path(branch or "")
+    file = path / "branch.safetensors" if path.is_dir() else path
     if not file.is_file():
         raise CheckpointError(f"--branch {branch}: no such file {file}, and no branch of that name.")
     return file
 
 
-def _prepared(net: DualBranch, classifier: Classifier) -> DualBranch:
-    net.transform = classifier.transform
-    net.class_names = net.class_names or classifier.classes
-    return net
+def has_shipped_branch(model: str, weights: Path | None) -> bool:
+    """Whether a fitted branch comes with the classifier."""
+    return model == "embedded" and weights is None
 
 
 def class_index(given: str | None, net: DualBranch) -> int | None:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from sigcam.core.errors import AttachError
+from sigcam.core.types import GridSize
 from sigcam.network.layout import AxisOrder, FeatureLayout, FeaturePoint
-from sigcam.network.trace import GridSize, ModuleOutput, Trace, listed, logits_of, probe_model, run_traced
+from sigcam.network.trace import ModuleOutput, Trace, listed, logits_of, probe_model, run_traced
 
 MAX_PREFIX_TOKENS = 32  # class, distillation and register tokens in front of a grid
 _ACTIVATIONS = (
@@ -96,7 +97,7 @@ class _Finder:
 
     def __init__(self, model: nn.Module, trace: Trace, logits: Tensor, example: Tensor) -> None:
         self.model, self.trace, self.logits, self.example = model, trace, logits, example
-        self.image = (example.shape[-2], example.shape[-1])
+        self.image = GridSize.of(example)
         self.kind = type(model).__name__
         self.batch, self.classes = logits.shape
         self.calls = {output.name: output.call for output in trace.outputs}  # the last one counts them
@@ -270,8 +271,8 @@ class _Finder:
             elif first and last:
                 first = not self.keeps_last_axis(output)
             if first:
-                return FeatureLayout("NCHW", (shape[2], shape[3]), self.image)
-            return FeatureLayout("NHWC", (shape[1], shape[2]), self.image) if last else None
+                return FeatureLayout("NCHW", GridSize(shape[2], shape[3]), self.image)
+            return FeatureLayout("NHWC", GridSize(shape[1], shape[2]), self.image) if last else None
         if len(shape) != 3 or self.batch not in shape[:2]:
             return None
         layout: AxisOrder = "NLC" if shape[0] == self.batch else "LNC"
@@ -281,7 +282,7 @@ class _Finder:
             for rows, columns in grids or self.regular_grids():
                 p, q = -(-rows // 2**halvings), -(-columns // 2**halvings)
                 if p * q > 1 and 0 <= tokens - p * q <= MAX_PREFIX_TOKENS:
-                    fits.append(FeatureLayout(layout, (p, q), self.image, prefix=tokens - p * q))
+                    fits.append(FeatureLayout(layout, GridSize(p, q), self.image, prefix=tokens - p * q))
         if tokens in prefixes:
             return None  # the tokens that stood in front of a grid, by themselves
         return min(fits, key=lambda fold: fold.prefix, default=None)
@@ -314,7 +315,7 @@ class _Finder:
         """Grids that a stride dividing both sides gives: patches cut without a convolution."""
         height, width = self.image
         strides = (s for s in range(1, min(height, width) + 1) if not (height % s or width % s))
-        return [(height // s, width // s) for s in strides]
+        return [GridSize(height // s, width // s) for s in strides]
 
     def alive(self, candidates: Spatial, last: list[ModuleOutput]) -> Spatial:
         """The candidates whose grid gets gradient from what enters the head (a CLS-pooled last block's does

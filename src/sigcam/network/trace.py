@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sigcam.core.errors import AttachError
+from sigcam.core.types import GridSize
 
-GridSize = tuple[int, int]  # height, width
 SIZES_TO_TRY = (224, 32, 28, 64, 96, 128, 256, 299, 384)  # after what the model itself declares
 MAX_IMAGE_CHANNELS = 16  # a convolution with more inputs does not read the image
 
@@ -262,6 +262,6 @@ def default_examples(model: nn.Module, seed: int) -> Iterator[Tensor]:
 
 def _as_size(value: Any) -> list[GridSize]:
     if isinstance(value, int) and value > 1:
-        return [(value, value)]
+        return [GridSize(value, value)]
     pair = tuple(value) if isinstance(value, tuple | list) else ()
-    return [pair] if len(pair) == 2 and all(isinstance(v, int) and v > 1 for v in pair) else []
+    return [GridSize(*pair)] if len(pair) == 2 and all(isinstance(v, int) and v > 1 for v in pair) else []

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sigcam.core.errors import DataError
+from sigcam.core.types import GridSize
 from sigcam.network.dual import DualBranch
-from sigcam.network.trace import GridSize, lock_of, tensors_in
+from sigcam.network.trace import lock_of, tensors_in
 
 # ------------------------------------------------------------------------------------------- a copy
 
@@ -81,7 +82,7 @@ def zoomed(net: DualBranch, images: Tensor, zoom: float) -> tuple[DualBranch, Te
         raise DataError(f"zoom must be a number of at least 1, not {zoom!r}.")
     if zoom == 1:
         return net, images
-    native: GridSize = (images.shape[-2], images.shape[-1])
+    native = GridSize.of(images)
     fold, kind = net.split.fold, type(net.model).__name__
     steps = [pixels / cells for pixels, cells in zip(fold.image, fold.grid, strict=True)]
     steps = [step if step.is_integer() else 1.0 for step in steps]
@@ -95,7 +96,7 @@ def zoomed(net: DualBranch, images: Tensor, zoom: float) -> tuple[DualBranch, Te
     with quietly():
         larger = F.interpolate(images, size=(rows, columns), mode="bicubic", align_corners=False)
         try:
-            model = _made_for(net.model, (rows, columns))
+            model = _made_for(net.model, GridSize(rows, columns))
             finer = net if model is net.model else net.around(model)
             if (native, (rows, columns)) not in known:
                 before = fold.grid if native == fold.image else grid_of(net, images)
@@ -105,7 +106,7 @@ def zoomed(net: DualBranch, images: Tensor, zoom: float) -> tuple[DualBranch, Te
                         f"zoom={zoom:g} makes images of {rows}x{columns}, but the map of this {kind} does "
                         "not grow with them: take a larger zoom, or none if the model resizes them itself."
                     )
-                known.add((native, (rows, columns)))
+                known.add((native, GridSize(rows, columns)))
         except (DataError, MemoryError, torch.cuda.OutOfMemoryError):
             raise
         except Exception as error:  # any user network, any failure
@@ -119,7 +120,7 @@ def zoomed(net: DualBranch, images: Tensor, zoom: float) -> tuple[DualBranch, Te
 def grid_of(net: DualBranch, images: Tensor) -> GridSize:
     """(P, Q) of what the network makes of the first image."""
     features = net.run(images[:1]).features
-    return features.shape[-2], features.shape[-1]
+    return GridSize.of(features)
 
 
 def _made_for(model: nn.Module, size: GridSize) -> nn.Module:

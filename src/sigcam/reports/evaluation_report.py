@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sigcam.core.manifest import provenance
+from sigcam.core.types import ImageSize
 from sigcam.drawing.charts import Line, line_chart
 from sigcam.drawing.overlay import overlay, with_boxes
 from sigcam.evaluation.curves import Curves, cell_name
@@ -281,7 +282,7 @@ def _cards(seen: Examples, glances: Sequence[Example]) -> list[Card]:
         labels = torch.tensor([sample.label]) if seen.labelled and seen.boxed else None
         drawn = drawn_by(seen.net, seen.net.transform(picture)[None], seen.cells, labels)
         height, width = drawn[0].maps.shape[1:]
-        truth = boxes_for(sample, picture.size, width, height).tolist() if seen.boxed else []
+        truth = boxes_for(sample, ImageSize(*picture.size), width, height).tolist() if seen.boxed else []
         shots = []
         for i, ex in enumerate(drawn):
             name = cell_name(seen.cells[i]).partition(" ")[2] or seen.cells[i].method

@@ -12,13 +12,13 @@ from PIL import Image
 from torch import Tensor
 
 from sigcam.core.manifest import provenance
+from sigcam.core.types import Progress
 from sigcam.data.sample import Samples
 from sigcam.drawing.overlay import largest, overlay, with_boxes
 from sigcam.evaluation.examples import disagree
 from sigcam.methods.explanation import Explanation, data_uri
 from sigcam.network.dual import DualBranch
 from sigcam.reports.html import Card, Gallery, Section, Shot, render_page
-from sigcam.training.features import Progress
 
 Row = dict[str, Any]
 Redraw = Callable[[list[Image.Image], list[int]], Explanation]  # pictures and a class of each

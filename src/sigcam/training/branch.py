@@ -16,6 +16,7 @@ from torch import Tensor
 from sigcam.core.config import FitConfig
 from sigcam.core.distributed import all_gather, broadcast_first
 from sigcam.core.errors import DataError
+from sigcam.core.types import Progress
 from sigcam.data.images import images_from_paths
 from sigcam.data.labels import match_classes
 from sigcam.data.sample import Samples
@@ -25,7 +26,6 @@ from sigcam.network.dual import DualBranch
 from sigcam.training.features import (
     Data,
     Features,
-    Progress,
     Transform,
     as_samples,
     batches_of,

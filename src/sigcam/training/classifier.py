@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from sigcam.core.config import TrainConfig
 from sigcam.core.errors import DataError, ModelError
+from sigcam.core.types import Progress
 from sigcam.data.loader import Batch, load_batches
 from sigcam.data.sample import Samples
 from sigcam.models.classifier import Classifier
@@ -30,7 +31,6 @@ from sigcam.models.preprocess import Preprocess
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.split import find_split
 from sigcam.network.trace import chunks, logits_of
-from sigcam.training.features import Progress
 from sigcam.training.recipes import Augmented
 
 CLASSIFIER_EPOCHS = 10

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from sigcam.core.config import FitConfig
 from sigcam.core.distributed import all_gather, barrier, local_batches, rank, world_size
 from sigcam.core.errors import AttachError, DataError
+from sigcam.core.types import Progress
 from sigcam.data.labels import match_classes
 from sigcam.data.loader import load_batches
 from sigcam.data.sample import Sample, Samples
@@ -30,7 +31,6 @@ from sigcam.training.feature_cache import DTYPES, IMAGES_PER_CHUNK, FeatureStore
 from sigcam.training.loss import as_targets, check_labels
 
 log = logging.getLogger("sigcam")
-Progress = Callable[[str, int, int], None]  # stage, done, total (0: unknown)
 Data = Samples | Sequence[Sample] | Dataset[Any] | DataLoader[Any]
 Transform = Callable[[Any], Tensor]
 

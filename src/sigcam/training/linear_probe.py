@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sigcam.core.errors import DataError, ModelError
+from sigcam.core.types import Progress
 from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples
 from sigcam.models.classifier import Classifier
 from sigcam.network.split import find_split
 from sigcam.network.trace import chunks, eval_mode
-from sigcam.training.features import Progress
 
 log = logging.getLogger("sigcam")
 

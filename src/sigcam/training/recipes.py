@@ -21,6 +21,7 @@ from sigcam.core.config import FitConfig
 from sigcam.core.distributed import all_gather, world_size
 from sigcam.core.errors import DataError
 from sigcam.core.files import write_atomic
+from sigcam.core.types import Progress
 from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples
 from sigcam.metrics.classification import Quality, average_precision, both_ways, quality_of
@@ -28,15 +29,7 @@ from sigcam.models.preprocess import Preprocess
 from sigcam.network.dual import DualBranch, linear_weight
 from sigcam.network.sigmoid_head import SigmoidHead
 from sigcam.network.trace import chunks
-from sigcam.training.features import (
-    Data,
-    Progress,
-    Transform,
-    batches_of,
-    check_batch,
-    length_of,
-    linear_layer,
-)
+from sigcam.training.features import Data, Transform, batches_of, check_batch, length_of, linear_layer
 from sigcam.training.logistic import Rows, Solution, chosen_penalty, find_axes, solve
 from sigcam.training.loss import as_targets, balanced_bce
 

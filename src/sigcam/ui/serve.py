@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sigcam.core.errors import CheckpointError, DataError
+from sigcam.core.errors import DataError
 from sigcam.data.images import images_from_paths
 from sigcam.data.readers.shapes import scenes, shapes
 from sigcam.data.registry import open_dataset
 from sigcam.data.sample import Samples
 from sigcam.network.dual import DualBranch
-from sigcam.network.opening import attach_to, branch_file, open_branch, open_classifier, open_training_data
+from sigcam.network.opening import has_shipped_branch, open_network, open_training_data
 from sigcam.ui.security import MOST_BYTES, Guard, login_of
 from sigcam.ui.sessions import Shelf
 
@@ -156,18 +156,11 @@ def _name(model: str) -> str:
 
 def _opened(model: str, weights: Path | None, branch: str, device: str) -> tuple[DualBranch, str]:
     """A network with its fitted branch; one without where there is none, and a sentence that says so."""
-    kind = "embedded" if model == "embedded" and weights is None else ""
-    if branch in HEADS:
-        return attach_to(open_classifier(model, weights, False, device), None, None), ""
-    try:
-        branch_file(branch, kind)
-    except CheckpointError:
-        if branch != "sigmoid":
-            raise
-        net = attach_to(open_classifier(model, weights, False, device), None, None)
-        return net, (
-            f"{_name(model)} has no fitted branch here, so its maps come from the centred softmax head and "
-            "there is no evidence score. Fit one (with --data on this page, or with `sigcam fit`) and "
-            "give it as --branch."
-        )
-    return open_branch(branch, open_classifier(model, weights, False, device)), ""
+    if branch != "sigmoid" or has_shipped_branch(model, weights):
+        return open_network(model, weights, branch, device=device).net, ""
+    net = open_network(model, weights, None, device=device).net
+    return net, (
+        f"{_name(model)} has no fitted branch here, so its maps come from the centred softmax head and "
+        "there is no evidence score. Fit one (with --data on this page, or with `sigcam fit`) and "
+        "give it as --branch."
+    )

@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sigcam.core.errors import DataError
+from sigcam.core.types import GridSize
 from sigcam.drawing.overlay import overlay, with_boxes
 from sigcam.methods.explainer import explain_pass
 from sigcam.methods.explanation import data_uri
@@ -173,12 +174,10 @@ class Viewer:
         if not self.panels:
             raise DataError("there is no map yet: choose a picture first.")
         held, overlays = io.BytesIO(), io.BytesIO()
+        maps = [finish_maps(p.low, p.method, GridSize.of(p.unit), "raw")[0, 0] for p in self.panels]
+        same = GridSize(max(m.shape[0] for m in maps), max(m.shape[1] for m in maps))  # two models may differ
         maps = [
-            finish_maps(p.low, p.method, (p.unit.shape[1], p.unit.shape[2]), "raw")[0, 0] for p in self.panels
-        ]
-        same = max(m.shape[0] for m in maps), max(m.shape[1] for m in maps)  # two models may differ
-        maps = [
-            m if m.shape == same else finish_maps(p.low, p.method, same, "raw")[0, 0]
+            m if tuple(m.shape) == same else finish_maps(p.low, p.method, same, "raw")[0, 0]
             for p, m in zip(self.panels, maps, strict=True)
         ]
         np.save(held, torch.stack(maps).float().cpu().numpy())
@@ -265,11 +264,11 @@ class Viewer:
     def _draw(self, panels: Sequence[Panel]) -> None:
         for panel in panels:
             panel.uri = data_uri(self._overlay(panel))
-            size = self._inputs[panel.source.net.transform].shape[-2:]
-            panel.unit = finish_maps(panel.low, panel.method, (int(size[0]), int(size[1])), "unit")[0]
+            size = GridSize.of(self._inputs[panel.source.net.transform])
+            panel.unit = finish_maps(panel.low, panel.method, size, "unit")[0]
 
     def _overlay(self, panel: Panel) -> Image.Image:
-        size = (self.base.height, self.base.width)
+        size = GridSize(self.base.height, self.base.width)
         values = (finish_maps(panel.low, panel.method, size, "raw")[0, 0] / panel.peak).nan_to_num(0.0)
         if self.kind == "signed":
             return overlay(self.base, values.clamp(-1, 1), signed=True, peak=1.0)

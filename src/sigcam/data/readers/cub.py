@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sigcam.core.errors import DataError
+from sigcam.core.types import ImageSize
 from sigcam.data.images import open_image, read_image_size
 from sigcam.data.masks import open_levels
-from sigcam.data.sample import Box, ImageSize, Sample, Samples
+from sigcam.data.sample import Box, Sample, Samples
 from sigcam.data.text_files import check_box, numbered_lines
 
 if TYPE_CHECKING:

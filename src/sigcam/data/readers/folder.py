@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sigcam.core.errors import DataError
+from sigcam.core.types import ImageSize
 from sigcam.data.images import is_image, list_images, open_image, read_image_size
-from sigcam.data.sample import Box, ImageSize, Sample, Samples
+from sigcam.data.sample import Box, Sample, Samples
 from sigcam.data.text_files import check_box, is_whole_number, read_text, subfolders
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from sigcam.core.errors import DataError
+from sigcam.core.types import ImageSize
 from sigcam.data.images import is_image, list_images, open_image, read_image_size
-from sigcam.data.sample import Box, ImageSize, Sample, Samples
+from sigcam.data.sample import Box, Sample, Samples
 from sigcam.data.text_files import check_box, numbered_lines
 
 SYNSET = re.compile(r"n\d{8}")
@@ -100,7 +101,7 @@ def read_notes(path: Path) -> BoxFile:
             objects.append((thing.findtext("name", "").strip(), (x0, y0, x1, y1)))
     except (ElementTree.ParseError, ValueError, OverflowError, LookupError, OSError) as error:
         raise DataError(f"cannot read the boxes of {path}: {error}.") from error
-    return BoxFile(tuple(objects), (width, height) if width > 0 and height > 0 else None)
+    return BoxFile(tuple(objects), ImageSize(width, height) if width > 0 and height > 0 else None)
 
 
 def _cut(start: int, end: int, length: int) -> tuple[int, int]:

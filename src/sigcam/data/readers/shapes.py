@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from sigcam.core.errors import DataError
+from sigcam.core.types import ImageSize
 from sigcam.data.sample import Sample, Samples
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _sample(key: ShapeKey) -> Sample:
         label=key.index % len(CLASSES),
         boxes=((box[0], box[1], box[2] - 1, box[3] - 1),),
         open_mask=partial(draw_mask, key),
-        size=(key.size, key.size),
+        size=ImageSize(key.size, key.size),
     )
 
 

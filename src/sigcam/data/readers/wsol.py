@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sigcam.core.types import ImageSize
 from sigcam.data.images import open_image
-from sigcam.data.sample import ImageSize
 from sigcam.data.text_files import check_box
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def _squashed(files: Mapping[str, Path], sizes: Mapping[str, ImageSize], said: P
     for id in list(files)[:: max(1, len(files) // PEEKED)] if sizes else ():
         try:
             with Image.open(files[id]) as image:  # the header alone
-                seen[id] = image.size
+                seen[id] = ImageSize(*image.size)
         except Exception:  # a damaged file is told of when it is opened
             continue
     wrong = next((id for id, size in seen.items() if size != sizes[id]), None)
@@ -266,7 +266,7 @@ def _sizes(path: Path) -> dict[str, ImageSize]:
             raise DataError(
                 f"{path} line {number}: image {id} is {width} x {height} here, else {_by(sizes[id])}."
             )
-        sizes[id] = width, height
+        sizes[id] = ImageSize(width, height)
     return sizes
 
 
@@ -341,12 +341,13 @@ def open_stored(
     if path is None:
         raise DataError(f"{id} was read without its picture: open the data set with pictures=True.")
     picture = open_image(path, upright=False)
-    if expected is not None and picture.size != expected:
+    size = ImageSize(*picture.size)
+    if expected is not None and size != expected:
         why = "the others, squashed copies," if squashed else f"in {SIZES} it is"
         raise DataError(
-            f"image {id}: {path} is {_by(picture.size)} pixels, but {why} "
+            f"image {id}: {path} is {_by(size)} pixels, but {why} "
             f"{'are ' if squashed else ''}{_by(expected)}: correct one of them."
         )
     for number, box in boxes:
-        check_box(box, picture.size, f"{places} line {number}: image {id}")
+        check_box(box, size, f"{places} line {number}: image {id}")
     return picture
