@@ -453,9 +453,9 @@ def test_maps_are_found_by_every_usual_name(tmp_path: Path, name: str) -> None:
 
 
 def test_what_explain_saves_is_found(tmp_path: Path, net: DualBranch, samples: Samples) -> None:
-    from sigcam.network.opening import file_names
+    from sigcam.data.maps import map_names
 
-    sigcam.explain(net, tensors(samples), "cam").save(tmp_path, file_names(samples))
+    sigcam.explain(net, tensors(samples), "cam").save(tmp_path, map_names(item.id for item in samples))
     found = find_maps(tmp_path, [item.id for item in samples])
     assert [path.name for path in found] == [f"x__{i}.map.npy" for i in range(COUNT)]
 

@@ -16,7 +16,7 @@ from sigcam.core.errors import DataError
 from sigcam.network.attachment import attach
 from sigcam.network.dilate import dilated
 from sigcam.network.dual import DualBranch
-from sigcam.network.zoom import twin, zoomed
+from sigcam.network.zoom import shared_copy, zoomed
 from support.nets import FlatMlp, FunctionalRelu, PlainVit, Residual, SharedLayer, SoftmaxVit, convs
 from support.tiny import Gap, Vgg, untouched
 
@@ -558,7 +558,7 @@ def test_what_cannot_be_dilated_exactly_is_refused_in_one_line(name: str) -> Non
 
 def test_a_twin_follows_the_weights_and_keeps_its_own_modules() -> None:
     model = lively(FunctionalRelu())
-    other, images = twin(model), noise(1, 3, 32, 32)
+    other, images = shared_copy(model), noise(1, 3, 32, 32)
     with torch.no_grad():
         model.conv1.weight.mul_(2)
     assert torch.equal(other(images), model(images))
@@ -586,7 +586,7 @@ def test_hooks_of_the_users_work_on_the_twin_as_on_the_model() -> None:
     model.body[0].register_forward_hook(lambda module, args, out: 2 * out)
     images = noise(2, 3, 16, 16)
     wanted, kept = model(images), model.caught[0]
-    other = twin(model)
+    other = shared_copy(model)
     assert torch.equal(other(images), wanted)
     assert model.caught[0] is kept and other.caught[0] is not kept
 

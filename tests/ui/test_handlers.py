@@ -371,10 +371,10 @@ def test_a_fit_is_a_new_branch_and_lets_others_at_the_model_between_chunks():
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     job = FitJob.beside(net, birds(96))
     job.start()
-    got = others_meanwhile(net.origin, job._thread)
+    got = others_meanwhile(net.original, job._thread)
     assert job.error is None and job.result is not None and job.net.fitted and got > 3
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
-    assert job.net.origin is net.origin and job.done == job.total
+    assert job.net.original is net.original and job.done == job.total
 
 
 def test_a_fit_can_be_stopped():
@@ -394,7 +394,7 @@ def test_score_cam_lets_others_at_the_model_between_passes():
     asked = Request((0, 1), (Source("s", net, source.branch),), ("score-cam",))
     busy = threading.Thread(target=look.ask, args=(asked,))
     busy.start()
-    assert others_meanwhile(net.origin, busy) > 3
+    assert others_meanwhile(net.original, busy) > 3
     assert len(look.panels) == 2
 
 

@@ -79,8 +79,7 @@ def _training(plan: Plan, dataset: str, progress: Progress) -> dict[str, float]:
     began = time.perf_counter()
     train_probe(classifier, train, seed=plan.seed, workers=plan.workers, progress=progress)
     probe = time.perf_counter() - began
-    net = attach(classifier.model)
-    net.transform, net.class_names = classifier.transform, train.classes
+    net = attach(classifier.model, transform=classifier.transform, class_names=train.classes)
     began = time.perf_counter()
     result = fit(net, train, FitConfig(seed=plan.seed), progress=progress)
     both = time.perf_counter() - began

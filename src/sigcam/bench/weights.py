@@ -31,7 +31,6 @@ from sigcam.data.sample import Samples
 from sigcam.models.classifier import Classifier, load_classifier
 from sigcam.models.wsol import CamVgg
 from sigcam.network.attachment import attach
-from sigcam.network.dual import DualBranch
 from sigcam.training.features import Features, extract
 
 if TYPE_CHECKING:
@@ -80,8 +79,8 @@ def cells_of(classifier: Classifier, samples: Samples, cache: Path, progress: Pr
     for parameter in after.parameters():
         nn.init.constant_(parameter, 0.01)
     parts = OrderedDict[str, nn.Module](features=model.features, head=after)
-    cut: DualBranch = attach(nn.Sequential(parts), head="head", layer="features")
-    cut.transform, cut.class_names = classifier.transform, classifier.classes
+    known: Any = {"transform": classifier.transform, "class_names": classifier.classes}
+    cut = attach(nn.Sequential(parts), head="head", layer="features", **known)
     return extract(cut, samples, FitConfig(), cache=cache, progress=progress)
 
 

@@ -66,8 +66,7 @@ def run_demo(
     before = _predictions(classifier, test, progress)
     weights = fingerprint(classifier.model)
 
-    net = attach(classifier.model, seed=seed)
-    net.transform, net.class_names = classifier.transform, train.classes
+    net = attach(classifier.model, seed=seed, transform=classifier.transform, class_names=train.classes)
     fitted = fit(net, train, FitConfig(seed=seed), progress=_staged("branch", progress))
     net.save(output / "branch.safetensors")
     after = _predictions(classifier, test, progress)

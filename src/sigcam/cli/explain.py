@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from sigcam.core.files import check_writable, write_text_atomic
 from sigcam.core.manifest import write_manifest
 from sigcam.data.fingerprint import data_fingerprint
 from sigcam.data.images import images_from_paths as open_pictures
+from sigcam.data.maps import map_names
 from sigcam.data.registry import open_dataset
 from sigcam.data.sample import Sample, Samples
 from sigcam.methods.explainer import explain
@@ -27,7 +29,7 @@ from sigcam.methods.explanation import Explanation
 from sigcam.methods.map_config import MapConfig
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.dual import DualBranch
-from sigcam.network.opening import branch_file, class_index, file_names, open_network
+from sigcam.network.opening import branch_file, open_network
 from sigcam.reports.explain_report import explain_page
 from sigcam.reports.html import require_report_extra
 
@@ -98,7 +100,7 @@ def draw_pictures(options: ExplainOptions, as_json: bool) -> None:
     write_manifest(
         o.output,
         model=classifier.name,
-        model_fingerprint=fingerprint(net.origin),
+        model_fingerprint=fingerprint(net.original),
         data_fingerprint=data_fingerprint(samples),
         **{name: getattr(o, name) for name in ("branch", "method", "target", "layers", "zoom", "stride")},
         aug_smooth=o.aug_smooth,
@@ -124,7 +126,7 @@ def _report(
     skipped: Sequence[tuple[str, str]],
 ) -> str:
     """The page; where a fitted branch was drawn from, beside the maps of the softmax head."""
-    names = zip(samples, file_names(samples), strict=True)
+    names = zip(samples, map_names(sample.id for sample in samples), strict=True)
     maps = {sample.id: options.output / f"{name}.npy" for sample, name in names}
 
     def redraw(images_from_paths: list[Image.Image], classes: list[int]) -> Explanation:
@@ -173,7 +175,7 @@ class Journal:
     def open(output: Path, net: DualBranch, samples: Samples, options: ExplainOptions) -> Journal:
         """What an interrupted run of the very same command left; else an empty one."""
         asked = asdict(options) | {"batch_size": 0, "workers": 0, "device": "", "report": False}
-        facts = (asked, fingerprint(net.origin), fingerprint(net.sigmoid), data_fingerprint(samples))
+        facts = (asked, fingerprint(net.original), fingerprint(net.sigmoid), data_fingerprint(samples))
         key = hashlib.blake2b(json.dumps(facts, default=str).encode(), digest_size=16).hexdigest()
         path, done = output / ".explain.jsonl", dict[str, Row]()
         lines = path.read_text().splitlines() if path.is_file() else []
@@ -199,7 +201,8 @@ def _drawn(
 ) -> tuple[list[Row], list[tuple[str, str]]]:
     """Rows of all pictures in their order, and (id, reason) of those that cannot be read."""
     o: Any = options
-    index, names, found = class_index(o.classes, net), file_names(samples), dict(journal.done)
+    index, names = _class_index(o.classes, net), map_names(sample.id for sample in samples)
+    found = dict(journal.done)
     todo = [i for i, sample in enumerate(samples) if sample.id not in found]
     skipped, done = list[tuple[str, str]](), len(samples) - len(todo)
     with progress_bar() as progress, ThreadPoolExecutor(max(o.workers, 1)) as pool:
@@ -232,3 +235,14 @@ def _opened(sample: Sample) -> Image.Image | str:
         return sample.open()
     except (DataError, OSError) as error:
         return str(error)
+
+
+def _class_index(name: str | None, net: DualBranch) -> int | None:
+    """The index of the class that --class gives by name or number."""
+    names = net.class_names or ()
+    if name is None or name in names:
+        return None if name is None else names.index(name)
+    if name.isdecimal():
+        return int(name)
+    close = get_close_matches(name, names, n=3)
+    raise DataError(f"no class is named {name!r}" + (f": did you mean {', '.join(close)}?" if close else "."))

@@ -19,8 +19,9 @@ from sigcam.core.files import check_writable, write_text_atomic
 from sigcam.core.manifest import write_manifest
 from sigcam.data.fingerprint import data_fingerprint
 from sigcam.data.labels import match_classes
+from sigcam.data.registry import open_training_data
 from sigcam.models.state_dict import fingerprint
-from sigcam.network.opening import open_network, open_training_data
+from sigcam.network.opening import open_network
 from sigcam.training.branch import FitResult, check_config, fit
 from sigcam.training.feature_cache import default_folder
 from sigcam.training.features import Features
@@ -83,7 +84,7 @@ def make_branch(options: FitOptions, config: FitConfig, as_json: bool) -> None:
         write_manifest(
             options.output,
             model=classifier.name,
-            model_fingerprint=fingerprint(net.origin),
+            model_fingerprint=fingerprint(net.original),
             **known,
             negatives=str(options.negatives) if options.negatives else None,
             seed=config.seed,

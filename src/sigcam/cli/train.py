@@ -15,11 +15,11 @@ from sigcam.core.errors import DataError
 from sigcam.core.files import check_writable
 from sigcam.core.manifest import write_manifest
 from sigcam.data.fingerprint import data_fingerprint
-from sigcam.data.registry import guess_format, open_dataset
+from sigcam.data.registry import guess_format, open_dataset, open_training_data
 from sigcam.data.sample import Samples
 from sigcam.models.classifier import Classifier, save_classifier
 from sigcam.models.state_dict import fingerprint
-from sigcam.network.opening import open_classifier, open_training_data
+from sigcam.network.opening import open_classifier
 from sigcam.training.classifier import TrainResult, check_train_config, train_classifier
 from sigcam.training.linear_probe import train_probe
 

@@ -58,6 +58,14 @@ def find_maps(folder: str | Path, ids: Sequence[str], *, extra: bool = False) ->
     return found
 
 
+def map_names(ids: Iterable[str]) -> list[str]:
+    """A file name without ending for each image's map, `photo.map` for `photo.jpg`; no two are equal."""
+    flat = [_flat(id) for id in ids]
+    stems = [name.rsplit(".", 1)[0] for name in flat]
+    repeated = {stem for stem, count in Counter(stems).items() if count > 1}
+    return [f"{name if stem in repeated else stem}.map" for name, stem in zip(flat, stems, strict=True)]
+
+
 def open_map(path: Path, id: str) -> NDArray[Any]:
     """The map, (H, W) float32 in [0, 1]: .npy as it stands, .png of 8 or 16 bits by its full range."""
     import numpy as np

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,20 @@ def open_dataset(path: str | Path, *, format: str | None = None, split: str = "t
     if name not in READERS:
         raise DataError(f"there is no data format {name!r}: choose one of {', '.join(READERS)}.")
     return READERS[name](path, split=split)
+
+
+def open_training_data(path: str | Path, format: str | None) -> Samples:
+    """The training split of a data set; DataError unless it has two classes with two images each."""
+    samples = open_dataset(path, format=format, split="train")
+    if len(samples.classes) < 2:
+        raise DataError(
+            f"the data has one class ({samples.classes[0]}): at least two are needed to tell them apart."
+        )
+    counts = Counter(sample.label or 0 for sample in samples)
+    few = next((name for label, name in enumerate(samples.classes) if counts[label] < 2), None)
+    if few is not None:
+        raise DataError(f"class {few!r} has one image: give each class at least two, or remove its folder.")
+    return samples
 
 
 def guess_format(path: str | Path) -> str:

@@ -27,8 +27,8 @@ Skips = list[tuple[str, str]]
 
 def shaping(net: DualBranch, samples: Samples, transform: Any) -> list[Any]:
     """All of a network, of images and of this machine that numbers depend on, in a form to compare."""
-    prints = fingerprint(net.origin), fingerprint(net.sigmoid), repr(net.origin), repr(net.split)
-    return [*prints, net.model is net.origin, *circumstances(samples, transform, net.device)]
+    prints = fingerprint(net.original), fingerprint(net.sigmoid), repr(net.original), repr(net.split)
+    return [*prints, net.model is net.original, *circumstances(samples, transform, net.device)]
 
 
 def circumstances(samples: Samples, transform: Any, device: torch.device) -> list[Any]:

@@ -120,7 +120,7 @@ def evaluate(
         "images": len(samples) - len(skipped),
         "data_fingerprint": data_fingerprint(samples),
         "model": type(net.model).__name__,
-        "model_fingerprint": fingerprint(net.origin),
+        "model_fingerprint": fingerprint(net.original),
         "fitted": net.fitted,
         "recipe": net.recipe,
         "preprocessing": str(transform),

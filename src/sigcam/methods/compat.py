@@ -112,7 +112,7 @@ def _attached(model: nn.Module, layers: Layers) -> tuple[DualBranch, Layers]:
         return attach(model, layer=name), None
     net = model if isinstance(model, DualBranch) else attach(model)
     for layer in layers or ():
-        net.place(layer)  # an error now rather than with the first images
+        net.feature_point(layer)  # an error now rather than with the first images
     return net, layers
 
 

@@ -77,7 +77,7 @@ def explain(
     if stride not in (None, 1):
         raise DataError(f"stride is 1 (no stride in the last stage) or None, not {stride!r}.")
     batch, pictures = as_batch(net, images)
-    places = tuple(net.place(layer) for layer in layers) if layers else (net.split.place,)
+    places = tuple(net.feature_point(layer) for layer in layers) if layers else (net.split.point,)
     if len(places) > 1 and scale == "raw":
         raise DataError("scale='raw' is in logits of one layer: name one in layers=, or use scale='unit'.")
     altered = zoom != 1 or stride is not None or aug_smooth
@@ -109,7 +109,7 @@ class View:
 def _needs_graph(net: DualBranch, how: MapConfig, places: tuple[FeaturePoint, ...]) -> bool:
     """Whether gradients must come from autograd: a linear head's are its weights."""
     source = "sigmoid" if how.branch == "sigmoid" else "softmax"
-    return source not in net.linear or places != (net.split.place,)
+    return source not in net.linear or places != (net.split.point,)
 
 
 def _views(
@@ -124,7 +124,7 @@ def _views(
     """The passes that maps are drawn from, one after the other."""
     grad = _needs_graph(net, how, places)
     if grad:
-        net.recording_at(places)  # at the native size, which a copy for larger images would not take
+        net.grad_mode(places)  # at the native size, which a copy for larger images would not take
     net, images = zoomed(net if stride is None else dilated(net), images, zoom)
     for mirrored, factor in product((False, True), FACTORS) if aug_smooth else [(False, 1.0)]:
         view = (images.flip(-1) if mirrored else images) * factor

@@ -78,7 +78,7 @@ class Probe:
     def linear(self) -> bool:
         """Whether the logits are a linear function of the features' mean over the grid (Eq. 3)."""
         source = "sigmoid" if self.branch == "sigmoid" else "softmax"
-        return source in self.net.linear and self.passage.place == self.net.split.place
+        return source in self.net.linear and self.passage.point == self.net.split.point
 
     @cached_property
     def last_weight(self) -> Tensor:
@@ -118,7 +118,7 @@ class Probe:
             return per_cell.expand(shape[0], -1, -1, shape[3], shape[4])
         with torch.enable_grad():
             gradients = [_derivative(score, self.passage.cut) for score in self._columns(self.logits)]
-        fold, image = self.passage.place.fold, self.passage.image
+        fold, image = self.passage.point.fold, self.passage.image
         return torch.stack([at_least_float32(fold(gradient, image)) for gradient in gradients], 1)
 
     @cached_property

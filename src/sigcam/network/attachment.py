@@ -59,21 +59,21 @@ def attach(
         split, example = find_split(model, head=head, layer=layer, example=example, seed=seed)
         heads = [model.get_submodule(name) for name in split.heads]
         sigmoid = SigmoidHead(heads, classes=split.classes, init=init, seed=seed)
-        origin = model
+        original = model
         if optimize:
             model = optimized(model, example, keep=(split.layer, *split.heads, *split.last))
         net = DualBranch(model, split, sigmoid)
-        net.origin = origin
-        net.named = {"head": head, "layer": layer}
+        net.original = original
+        net.requested = {"head": head, "layer": layer}
         if not split.whole:
             sigmoid.tail = record_tail(model, split, example)
         if split.output == "probabilities":
             net._softmax_tail = sigmoid.tail or record_tail(model, split, example)
         with torch.no_grad():
-            inputs = net._tap((split.place,), example).inputs
+            inputs = net._tap((split.point,), example).inputs
         sigmoid.prepare(inputs)
         net.example = example.detach()
-        net.recording_at((split.place,))
+        net.grad_mode((split.point,))
         net.linear = frozenset(b for b in ("softmax", "sigmoid") if _is_gap_linear(net, b, example))
         net.input_shape = (int(example.shape[1]), int(example.shape[2]), int(example.shape[3]))
     net.class_names = tuple(class_names) if class_names else None

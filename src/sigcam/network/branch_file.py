@@ -65,7 +65,7 @@ def load(
             f"this {name} has {', '.join(net.split.heads)} with {net.classes} after {net.split.layer}. "
             "Load it onto the model it was fitted to."
         )
-    if wanted != fingerprint(net.origin):
+    if wanted != fingerprint(net.original):
         raise CheckpointError(
             f"{path} was fitted to a {name} with other weights, so its maps would mean nothing here. "
             "Load it onto the model it was fitted to, or fit again."

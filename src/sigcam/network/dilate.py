@@ -19,7 +19,7 @@ from sigcam.core.errors import DataError
 from sigcam.core.types import GridSize
 from sigcam.network.dual import DualBranch
 from sigcam.network.trace import ModuleOutput, Trace, eval_mode, listed, run_traced
-from sigcam.network.zoom import grid_of, quietly, said, twin
+from sigcam.network.zoom import grid_of, no_side_effects, said, shared_copy
 
 Pair = tuple[int, int]  # of a kernel, stride or padding: rows, columns
 _PLANS: weakref.WeakKeyDictionary[DualBranch, tuple[Change, ...]] = weakref.WeakKeyDictionary()
@@ -63,18 +63,18 @@ def dilated(net: DualBranch) -> DualBranch:
     try:
         if net.split.fold.layout not in ("NCHW", "NHWC"):
             raise _Refused("its features are tokens, not the output of convolutions")
-        with quietly():
-            plan, model = _PLANS.get(net), twin(net.model)
+        with no_side_effects():
+            plan, model = _PLANS.get(net), shared_copy(net.model)
             if plan is None:
                 example = torch.randn(1, *net.input_shape, generator=torch.Generator().manual_seed(0))
                 example = example.to(next(net.model.parameters()))
                 plan = _planned(net, model, example)
-                finer = _checked(net, net.around(model), example)
+                finer = _checked(net, net.with_model(model), example)
                 _PLANS[net] = plan
             else:
                 for change in plan:
                     _apply(change, model.get_submodule(change.name))
-                finer = net.around(model)
+                finer = net.with_model(model)
     except _Refused as refusal:
         raise DataError(
             f"stride=1 cannot be had for this {kind}: {refusal}. Use zoom= for a finer map."

@@ -36,13 +36,13 @@ class Branches:
 
 @dataclass(frozen=True)
 class ForwardPass(Branches):
-    """Branches still tied by autograd to `cut`, the output of the layer at `place` as it came, before folding
+    """Branches still tied by autograd to `cut`, the output of the layer at `point` as it came, before folding
     to `features`."""
 
     cut: Tensor
     softmax_logits: Tensor  # (B, C) equal to `softmax`, but before an activation with which the model ends
     images: Tensor  # (B, C, H, W) what the model was given
-    place: FeaturePoint
+    point: FeaturePoint
 
     @property
     def image(self) -> GridSize:
@@ -72,7 +72,7 @@ class DualBranch(nn.Module):
         super().__init__()
         self.sigmoid = sigmoid
         self.split = split
-        self.named: dict[str, str | None] = {"head": None, "layer": None}  # what the user told `attach`
+        self.requested: dict[str, str | None] = {"head": None, "layer": None}  # what the user told `attach`
         self.fitted = False
         self.class_names: tuple[str, ...] | None = None
         self.recipe: dict[str, Any] = {}
@@ -84,11 +84,11 @@ class DualBranch(nn.Module):
         self._recording = dict[tuple[FeaturePoint, ...], GradMode]()
         self._places = dict[str, FeaturePoint]()
         self._softmax_tail: Tail | None = None
-        self.model = self.origin = model  # `origin` is the user's, where `model` is a private copy
+        self.model = self.original = model  # `original` is the user's, where `model` is a private copy
         self.eval()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("model", "origin", "transform"):  # modules, but the user's: not registered
+        if name in ("model", "original", "transform"):  # modules, but the user's: not registered
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
@@ -134,7 +134,7 @@ class DualBranch(nn.Module):
 
     def run(self, images: Tensor, *, grad: bool = False) -> ForwardPass:
         """One pass. With `grad`, both heads' logits can be differentiated with respect to `.cut`."""
-        return self.run_at((self.split.place,), images, grad=grad)[0]
+        return self.run_at((self.split.point,), images, grad=grad)[0]
 
     def run_at(
         self,
@@ -151,7 +151,7 @@ class DualBranch(nn.Module):
         """
         recording = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad(), fresh_autocast_cache():
-            how = self.recording_at(tuple(places)) if grad else GradMode()
+            how = self.grad_mode(tuple(places)) if grad else GradMode()
             tap = self._tap(places, images, grad=grad and how.inline, forced=how.forced, swap=swap)
             bare = tap.logits
             if grad and not how.inline:
@@ -169,12 +169,12 @@ class DualBranch(nn.Module):
     def rescore(self, passage: ForwardPass, index: int, features: Tensor) -> ForwardPass:
         """The logits of image `index` had its features been (R, N, P, Q) others: the part of the model after
         F runs on those, the part before it on the one image."""
-        fold, image = passage.place.fold, passage.images[index : index + 1]
+        fold, image = passage.point.fold, passage.images[index : index + 1]
         swap = fold.undone(features, fold.one_image(passage.cut.detach(), index))
         try:
-            return self.run_at((passage.place,), image, swap=swap)[0]
+            return self.run_at((passage.point,), image, swap=swap)[0]
         except RuntimeError:  # what bypasses F has the batch's size: run the model on as many images
-            return self.run_at((passage.place,), image.expand(len(features), -1, -1, -1), swap=swap)[0]
+            return self.run_at((passage.point,), image.expand(len(features), -1, -1, -1), swap=swap)[0]
 
     def _tap(
         self,
@@ -186,29 +186,31 @@ class DualBranch(nn.Module):
         swap: Tensor | None = None,
     ) -> HookedPass:
         hides = getattr(self.model, "hides_nan", False) and not bool(images.isfinite().all())
-        model = self.origin if hides else self.model
+        model = self.original if hides else self.model
         how: Any = {"grad": grad, "forced": forced, "outputs": self._softmax_tail is not None, "swap": swap}
         return HookedPass(model, self.split, places, **how).run(images)
 
-    def place(self, layer: str | nn.Module) -> FeaturePoint:
+    def feature_point(self, layer: str | nn.Module) -> FeaturePoint:
         """Where the features of another layer, given by name or itself, leave the network."""
         names = {module: name for name, module in self.model.named_modules()}
         name = layer if isinstance(layer, str) else names.get(layer)
         if name is None:
             raise AttachError(f"this {type(layer).__name__} is no module of {type(self.model).__name__}.")
         if name in (self.split.layer, *self._places):
-            return self._places.get(name, self.split.place)
+            return self._places.get(name, self.split.point)
         with torch.inference_mode(False), fresh_autocast_cache():
-            split, _ = find_split(self.model, head=self.named["head"], layer=name, example=self._example())
+            split, _ = find_split(
+                self.model, head=self.requested["head"], layer=name, example=self._example()
+            )
         if split.heads != self.split.heads:
             raise AttachError(
                 f"layer={name!r} lies inside or after the head {', '.join(self.split.heads)}: name one "
                 f"before it."
             )
-        self._places[name] = split.place
-        return split.place
+        self._places[name] = split.point
+        return split.point
 
-    def around(self, model: nn.Module) -> DualBranch:
+    def with_model(self, model: nn.Module) -> DualBranch:
         """The same branch beside another model whose modules have the same names: a finer copy, say."""
         other = copy.copy(self)
         other.model = model
@@ -219,7 +221,7 @@ class DualBranch(nn.Module):
         assert self.example is not None
         return self.example.to(next(self.model.parameters()))
 
-    def recording_at(self, places: tuple[FeaturePoint, ...]) -> GradMode:
+    def grad_mode(self, places: tuple[FeaturePoint, ...]) -> GradMode:
         """How autograd gets at what follows the places; tried on the example when first asked."""
         if places not in self._recording:
             self._recording[places] = _choose_recording(self, places)
@@ -231,11 +233,11 @@ class DualBranch(nn.Module):
 
         path = Path(path)
         about = {
-            "fingerprint": fingerprint(self.origin),
+            "fingerprint": fingerprint(self.original),
             "heads": list(self.split.heads),
             "layer": self.split.layer,
             "input": list(self.input_shape),
-            "named": self.named,
+            "named": self.requested,
             "classes": self.classes,
             "class_names": list(self.class_names) if self.class_names else None,
             "fitted": self.fitted,

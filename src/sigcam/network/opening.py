@@ -1,18 +1,14 @@
-"""What the commands open: a device, data, a classifier, a network, and names for the files they write."""
+"""Open a classifier, or a classifier with its branch, by the names that commands and the page are given."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from sigcam.core.errors import CheckpointError, ConfigError, DataError
-from sigcam.data.registry import open_dataset
-from sigcam.data.sample import Samples
 from sigcam.models.classifier import Classifier, load_classifier
 from sigcam.network.attachment import attach
 from sigcam.network.branch_file import load
@@ -28,20 +24,6 @@ def check_device(name: str) -> str:
     except (RuntimeError, AssertionError) as error:
         raise DataError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from error
     return name
-
-
-def open_training_data(data: str, format: str | None) -> Samples:
-    """The data's training split, if it has two classes with two images each."""
-    samples = open_dataset(data, format=format, split="train")
-    if len(samples.classes) < 2:
-        raise DataError(
-            f"the data has one class ({samples.classes[0]}): at least two are needed to tell them apart."
-        )
-    counts = Counter(sample.label or 0 for sample in samples)
-    few = next((name for label, name in enumerate(samples.classes) if counts[label] < 2), None)
-    if few is not None:
-        raise DataError(f"class {few!r} has one image: give each class at least two, or remove its folder.")
-    return samples
 
 
 def open_classifier(
@@ -126,24 +108,3 @@ def branch_file(branch: str | None, model: str, weights: Path | None) -> Path:
 def has_shipped_branch(model: str, weights: Path | None) -> bool:
     """Whether a fitted branch comes with the classifier."""
     return model == "embedded" and weights is None
-
-
-def class_index(given: str | None, net: DualBranch) -> int | None:
-    """The class that --class names, by name or number."""
-    names = net.class_names or ()
-    if given is None or given in names:
-        return None if given is None else names.index(given)
-    if given.isdecimal():
-        return int(given)
-    close = get_close_matches(given, names, n=3)
-    raise DataError(
-        f"no class is named {given!r}" + (f": did you mean {', '.join(close)}?" if close else ".")
-    )
-
-
-def file_names(samples: Samples) -> list[str]:
-    """A name for each sample's files, `photo.map` for `photo.jpg`: no two alike, none that of a picture."""
-    plain = [sample.id.strip("/").replace("/", "__").replace("\\", "__") for sample in samples]
-    stems = [name.rsplit(".", 1)[0] for name in plain]
-    twice = {stem for stem, count in Counter(stems).items() if count > 1}
-    return [f"{name if stem in twice else stem}.map" for name, stem in zip(plain, stems, strict=True)]

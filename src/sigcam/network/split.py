@@ -57,7 +57,7 @@ class Split:
     spatial: tuple[tuple[str, int, int, int], ...]
 
     @property
-    def place(self) -> FeaturePoint:
+    def point(self) -> FeaturePoint:
         """Where F leaves the network."""
         return FeaturePoint(self.layer, self.call, self.activation, self.fold)
 

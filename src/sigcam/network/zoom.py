@@ -24,7 +24,7 @@ from sigcam.network.trace import lock_of, tensors_in
 # ------------------------------------------------------------------------------------------- a copy
 
 
-def twin(model: nn.Module) -> nn.Module:
+def shared_copy(model: nn.Module) -> nn.Module:
     """A copy of the modules that shares every parameter, buffer and hook with the original."""
     memo: dict[int, Any] = {}
     with lock_of(model):  # so that no hook of ours is on it
@@ -60,7 +60,7 @@ def said(error: Exception) -> str:
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def no_side_effects() -> Iterator[None]:
     """Without autograd, and with the random numbers as they were afterwards."""
     with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):
         yield
@@ -93,11 +93,11 @@ def zoomed(net: DualBranch, images: Tensor, zoom: float) -> tuple[DualBranch, Te
             f"zoom={zoom:g} adds no cell to the map of {native[0]}x{native[1]} images: zoom={least:.3g} does."
         )
     known = _TAKEN.setdefault(net, set())
-    with quietly():
+    with no_side_effects():
         larger = F.interpolate(images, size=(rows, columns), mode="bicubic", align_corners=False)
         try:
             model = _made_for(net.model, GridSize(rows, columns))
-            finer = net if model is net.model else net.around(model)
+            finer = net if model is net.model else net.with_model(model)
             if (native, (rows, columns)) not in known:
                 before = fold.grid if native == fold.image else grid_of(net, images)
                 after = grid_of(finer, larger)
@@ -127,7 +127,7 @@ def _made_for(model: nn.Module, size: GridSize) -> nn.Module:
     """The model, or a copy for images of that size where a part of it knows how to be made for another."""
     if not any(_fitting(module) for module in model.modules()):
         return model
-    model, fitted = twin(model), list[str]()
+    model, fitted = shared_copy(model), list[str]()
     for name, module in list(model.named_modules()):
         fit = _fitting(module)
         if fit and not any(name.startswith(outer + ".") or not outer for outer in fitted):

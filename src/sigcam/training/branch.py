@@ -152,7 +152,7 @@ def _fit_fresh(
     weights = pos_weights(config.pos_weight, positives_of(labels, net.classes), len(labels))
     kept = None
     if cache is not None and isinstance(data, Samples):
-        about = (asdict(config), fingerprint(net.origin), fingerprint(net.sigmoid), [s.id for s in data])
+        about = (asdict(config), fingerprint(net.original), fingerprint(net.sigmoid), [s.id for s in data])
         key = hashlib.blake2b(json.dumps(about).encode(), digest_size=12).hexdigest()
         kept = Path(cache) / f"recipe-{key}.pt"
     outcome, skipped = train_fresh(net, data, weights, config, transform, progress, kept)

@@ -134,11 +134,11 @@ def linear_layer(net: DualBranch) -> nn.Module | None:
 def faster_copy(net: DualBranch) -> DualBranch:
     """The network around a faster copy of its model, where a CPU runs it: what is lost is less than the
     rounding of the cache."""
-    if net.device.type != "cpu" or net.model is not net.origin or net.example is None:
+    if net.device.type != "cpu" or net.model is not net.original or net.example is None:
         return net
     places = (net.split.layer, *net.split.heads, *net.split.last)
     try:
-        return net.around(optimized(net.model, net.example.to(next(net.model.parameters())), keep=places))
+        return net.with_model(optimized(net.model, net.example.to(next(net.model.parameters())), keep=places))
     except AttachError:  # it cannot be copied
         return net
 
@@ -296,13 +296,13 @@ class _Reader:
             return [_InMemory(len(self.samples), shape, config) for _ in views]
         facts = {
             "model": type(net.model).__name__,
-            "graph": hashlib.blake2b(repr(net.origin).encode(), digest_size=8).hexdigest(),
-            "weights": fingerprint(net.origin),
+            "graph": hashlib.blake2b(repr(net.original).encode(), digest_size=8).hexdigest(),
+            "weights": fingerprint(net.original),
             "layer": net.split.layer,
             "heads": list(net.split.heads),
             "transform": told,
             "autocast": config.autocast,
-            "optimized": net.model is not net.origin,
+            "optimized": net.model is not net.original,
         }
         stores = [
             find_store(cache, self.samples, shape, config.precision, {**facts, "view": view})

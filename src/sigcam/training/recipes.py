@@ -323,7 +323,7 @@ def train_fresh(
     if world_size() > 1:
         raise DataError(f"recipe {config.recipe} runs in one process: use recipe fast with torchrun.")
     began, epochs, lr = time.perf_counter(), config.epochs or EPOCHS, config.lr or LR
-    looking = net.around(_on_batch_statistics(net.model)) if config.batch_norm == "batch" else net
+    looking = net.with_model(_on_batch_statistics(net.model)) if config.batch_norm == "batch" else net
     training, losses, skipped = _Training(net, weights, config, lr), list[float](), dict[str, str]()
     if kept is not None and kept.is_file():
         losses, skipped = training.resume(kept)

@@ -34,8 +34,14 @@ class FitJob:
     @staticmethod
     def beside(net: DualBranch, samples: Samples, config: FitConfig | None = None) -> FitJob:
         """A fit of another branch beside the same model: what is shown to others stays as it is."""
-        other = attach(net.origin, head=net.named["head"], layer=net.named["layer"], example=net.example)
-        other.transform, other.class_names = net.transform, net.class_names
+        other = attach(
+            net.original,
+            head=net.requested["head"],
+            layer=net.requested["layer"],
+            example=net.example,
+            transform=net.transform,
+            class_names=net.class_names,
+        )
         return FitJob(other, samples, config or FitConfig())
 
     def start(self) -> None:

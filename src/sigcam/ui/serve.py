@@ -13,10 +13,10 @@ from typing import Any
 from sigcam.core.errors import DataError
 from sigcam.data.images import images_from_paths
 from sigcam.data.readers.shapes import scenes, shapes
-from sigcam.data.registry import open_dataset
+from sigcam.data.registry import open_dataset, open_training_data
 from sigcam.data.sample import Samples
 from sigcam.network.dual import DualBranch
-from sigcam.network.opening import has_shipped_branch, open_network, open_training_data
+from sigcam.network.opening import has_shipped_branch, open_network
 from sigcam.ui.security import MOST_BYTES, Guard, login_of
 from sigcam.ui.sessions import Shelf
 

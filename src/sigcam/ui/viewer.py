@@ -53,7 +53,7 @@ def shifted(net: DualBranch, passage: ForwardPass, delta: float) -> tuple[DualBr
     moved = passage.softmax_logits.detach() + delta * at_least_float32(passage.features).mean((2, 3)).sum(
         1, keepdim=True
     )
-    return net.around(root), replace(passage, softmax_logits=moved)
+    return net.with_model(root), replace(passage, softmax_logits=moved)
 
 
 @torch.no_grad()
