@@ -1,9 +1,9 @@
-"""From samples to batches of tensors, in order, with unreadable pictures named instead of fatal."""
+"""Decode samples into batches of tensors, in order; unreadable files are reported, not fatal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from sigcam.core.errors import DataError
-from sigcam.core.types import ImageSize
+from sigcam.core.types import ImageSize, Skipped
 from sigcam.data.sample import Sample, Samples
 
 if TYPE_CHECKING:
@@ -20,81 +20,105 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """What could be read of `batch_size` neighbouring samples; images is (0, 3, 0, 0) when nothing could.
+    """The readable images among `batch_size` consecutive samples.
 
     Args:
-        images: (B, 3, H, W), as the transform makes them.
+        images: (B, 3, H, W), as returned by the transform; (0, 3, 0, 0) without a transform, or when no
+            image could be read.
         labels: (B,) int64; None when a sample of the batch has no label.
-        indices: where each image is in the samples.
+        indices: index of each image in the samples.
         skipped: (id, reason) of each sample that could not be read.
-        sizes: width and height of each picture as opened.
+        sizes: width and height of each image as opened.
+        pictures: the opened images, with `keep_pictures`; otherwise empty.
     """
 
     images: Tensor
     labels: Tensor | None
     indices: list[int]
-    skipped: list[tuple[str, str]]
+    skipped: list[Skipped]
     sizes: list[ImageSize]
+    pictures: list[Image.Image] = field(default_factory=list)
 
 
 def load_batches(
     samples: Samples,
-    transform: Callable[[Image.Image], Tensor],
+    transform: Callable[[Image.Image], Tensor] | None,
     *,
     batch_size: int,
     workers: int = 0,
     spawn: bool = False,
     seed: int = 0,
+    keep_pictures: bool = False,
 ) -> Iterator[Batch]:
-    """The samples in order, one Batch per `batch_size` of them; those that raise DataError are in `skipped`.
+    """Yield one Batch per `batch_size` samples, in order. Samples that raise DataError are in `skipped`.
 
     Args:
-        transform: gives a (3, H, W) float tensor, of one size for all; picklable if there are workers.
-        workers: processes that decode; 0 decodes in this one.
-        spawn: starts them afresh, as a process that uses CUDA must not be forked.
-        seed: of what a random transform draws in the workers.
+        transform: returns a (3, H, W) float tensor, the same size for every image; must be picklable if there
+            are workers. None only decodes.
+        workers: number of decoding processes; 0 decodes in this one.
+        spawn: spawn the workers instead of forking them, as CUDA requires.
+        seed: random seed for transforms that run in workers.
+        keep_pictures: also return the opened images, in `Batch.pictures`.
     """
     loader = DataLoader(
-        _Readings(samples, transform),
+        _DecodedSamples(samples, transform, keep_pictures),
         batch_size=batch_size,
         num_workers=workers,
-        collate_fn=_join,
+        collate_fn=_collate,
         multiprocessing_context="spawn" if spawn and workers else None,
-        generator=torch.Generator().manual_seed(seed),  # else every loop draws a seed from the caller's
+        generator=torch.Generator().manual_seed(seed),  # otherwise each loop draws from the global generator
     )
     yield from loader
 
 
-_Reading = tuple[
-    int, Sample, Tensor | str, ImageSize
-]  # index, sample, its tensor or why there is none, its size
+@dataclass(frozen=True)
+class _Decoded:
+    """One sample after decoding: its tensor and image where requested, or the reason it was skipped."""
+
+    index: int
+    sample: Sample
+    size: ImageSize | None = None
+    tensor: Tensor | None = None
+    picture: Image.Image | None = None
+    reason: str | None = None
 
 
-class _Readings(Dataset[_Reading]):
-    def __init__(self, samples: Samples, transform: Callable[[Image.Image], Tensor]) -> None:
+class _DecodedSamples(Dataset[_Decoded]):
+    def __init__(
+        self,
+        samples: Samples,
+        transform: Callable[[Image.Image], Tensor] | None,
+        keep_pictures: bool,
+    ) -> None:
         self.samples = samples
         self.transform = transform
+        self.keep_pictures = keep_pictures
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> _Reading:
+    def __getitem__(self, index: int) -> _Decoded:
         sample = self.samples[index]
         try:
             picture = sample.open()
         except (DataError, OSError) as error:
-            return index, sample, str(error), ImageSize(0, 0)
-        return index, sample, self.transform(picture), ImageSize(*picture.size)
+            return _Decoded(index, sample, reason=str(error))
+        tensor = self.transform(picture) if self.transform else None
+        return _Decoded(
+            index, sample, ImageSize(*picture.size), tensor, picture if self.keep_pictures else None
+        )
 
 
-def _join(readings: list[_Reading]) -> Batch:
-    read = [(i, s, image, size) for i, s, image, size in readings if isinstance(image, Tensor)]
-    labels = [sample.label for _, sample, _, _ in read if sample.label is not None]
-    unlabelled = any(sample.label is None for _, sample, _, _ in readings)
+def _collate(decoded: list[_Decoded]) -> Batch:
+    read = [item for item in decoded if item.reason is None]
+    tensors = [item.tensor for item in read if item.tensor is not None]
+    labels = [item.sample.label for item in read if item.sample.label is not None]
+    unlabelled = any(item.sample.label is None for item in decoded)
     return Batch(
-        images=torch.stack([image for _, _, image, _ in read]) if read else torch.empty(0, 3, 0, 0),
+        images=torch.stack(tensors) if tensors else torch.empty(0, 3, 0, 0),
         labels=None if unlabelled else torch.tensor(labels, dtype=torch.int64),
-        indices=[index for index, *_ in read],
-        skipped=[(sample.id, reason) for _, sample, reason, _ in readings if isinstance(reason, str)],
-        sizes=[size for *_, size in read],
+        indices=[item.index for item in read],
+        skipped=[(item.sample.id, item.reason) for item in decoded if item.reason is not None],
+        sizes=[item.size for item in read if item.size is not None],
+        pictures=[item.picture for item in read if item.picture is not None],
     )
