@@ -166,7 +166,7 @@ def test_fidelity_has_both_scorers_and_the_mean_map(plan: Plan) -> None:
 
 def test_fewer_images_can_be_learned_from(plan: Plan) -> None:
     told = list[tuple[str, int]]()
-    few = replace(plan, learning=12)
+    few = replace(plan, train_images=12)
     network(few, "cub", FitConfig(), lambda stage, done, total: told.append((stage, total)))
     assert {total for stage, total in told if stage == "features"} == {12}
 
@@ -417,7 +417,8 @@ def test_what_was_measured_of_other_files_is_not_taken(
 
 def test_another_classifier_is_tried_on_fewer_images_of_each_data_set(plan: Plan) -> None:
     birds(plan.data, "cars", seed=1)
-    rows = bench_run.another(replace(plan, fidelity=200, locating=None), ("cub", "cars"), QUIET)
+    plan = replace(plan, fidelity_images=200, localization_images=None)
+    rows = bench_run.another(plan, ("cub", "cars"), QUIET)
     for dataset in ("cub", "cars"):
         mine = [row for row in rows if row["dataset"] == dataset]
         assert len([row for row in mine if "average_drop" in row]) == 5 * 6
@@ -426,7 +427,7 @@ def test_another_classifier_is_tried_on_fewer_images_of_each_data_set(plan: Plan
 
 
 def test_last_stages_learn_and_what_is_before_them_does_not(plan: Plan) -> None:
-    plan = replace(plan, backbone="embedded", fidelity=2, locating=4)
+    plan = replace(plan, backbone="embedded", fidelity_images=2, localization_images=4)
     rows = bench_run.stages(plan, QUIET)
     assert {row["images"] for row in rows} == {2, 4}
     (home,) = (plan.output / "models").iterdir()

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from sigcam.bench.plan import VGG
+from sigcam.bench.plan import VGG, Plan
 from sigcam.bench.weights import open_vgg, pooled_cells
 from sigcam.core.config import FitConfig, TrainConfig
 from sigcam.core.distributed import barrier, rank, single_process, world_size
@@ -33,9 +33,6 @@ from sigcam.training.classifier import train_classifier
 from sigcam.training.features import Data, Features, extract
 from sigcam.training.linear_probe import train_probe
 
-if TYPE_CHECKING:
-    from sigcam.bench.plan import Plan
-
 FEW_TRAINED = 1500  # images that VGG-16 learns from: a pass of it takes seven times as long as the others'
 STAGES = TrainConfig(epochs=2, lr=3e-3, head_lr_ratio=1.0, decay_every=3, freeze_until="blocks.5")
 
@@ -45,12 +42,12 @@ def network(
 ) -> DualBranch:
     """The classifier of a data set with a fitted branch, which is kept in the output folder; the embedded
     classifier comes with one for ImageNet."""
-    given = plan.given(dataset)
-    if plan.ships(dataset) and config == FitConfig(seed=plan.seed):
+    given = plan.given_classifier(dataset)
+    if plan.uses_shipped_branch(dataset) and config == FitConfig(seed=plan.seed):
         classifier = load_classifier("embedded", device=plan.device)
         return load(SHIPPED, _last(classifier), **_known(classifier))
     if given or dataset == "ilsvrc":  # a trained one, or one with its published head
-        train = plan.training(dataset, plan.learning)
+        train = plan.train_samples(dataset, plan.train_images)
         classifier = load_classifier(plan.backbone, weights=given, device=plan.device)
         name = hash_of((_made_of(plan, train, classifier), fingerprint(classifier.model)))[:8]
         home = plan.output / "models" / f"{dataset}-given-{name}"
@@ -83,13 +80,13 @@ def network(
 
 def _trained(plan: Plan, dataset: str, progress: Progress) -> tuple[Classifier, Samples, Path]:
     """A classifier trained on the data set's own images, these, and the folder that it is kept in."""
-    few = FEW_TRAINED if plan.backbone == VGG and plan.fidelity is not None else None
-    train = plan.training(dataset, plan.learning or few)
+    few = FEW_TRAINED if plan.backbone == VGG and plan.fidelity_images is not None else None
+    train = plan.train_samples(dataset, plan.train_images or few)
     how: Any = {"num_classes": len(train.classes), "device": plan.device, "pretrained": False}
-    recipe = asdict(STAGES) if plan.learns == "stages" else None
+    recipe = asdict(STAGES) if plan.classifier_recipe == "stages" else None
     graph = load_classifier(plan.backbone, **how)
-    name = hash_of((_made_of(plan, train, graph), plan.learns, recipe, plan.seed))[:8]
-    home = plan.output / "models" / f"{dataset}-{plan.learns}-{name}"
+    name = hash_of((_made_of(plan, train, graph), plan.classifier_recipe, recipe, plan.seed))[:8]
+    home = plan.output / "models" / f"{dataset}-{plan.classifier_recipe}-{name}"
     weights = home / "classifier.safetensors"
     if not weights.is_file() and rank() == 0:
         home.mkdir(parents=True, exist_ok=True)
@@ -124,7 +121,7 @@ def _train(plan: Plan, train: Samples, weights: Path, progress: Progress) -> Non
         classifier = load_classifier(plan.backbone, num_classes=len(train.classes), device=plan.device)
         _last(classifier)
         train_probe(classifier, train, seed=plan.seed, workers=plan.workers, progress=progress)
-        if plan.learns == "stages":  # from the probe on: a new head would shake the features first
+        if plan.classifier_recipe == "stages":  # from the probe on: a new head would shake the features first
             checkpoint = weights.with_name("checkpoint.pt")
             how = replace(STAGES, seed=plan.seed, workers=plan.workers)
             train_classifier(classifier, train, how, checkpoint=checkpoint, progress=progress)

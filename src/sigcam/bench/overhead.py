@@ -13,7 +13,7 @@ import torch
 
 from sigcam.bench.networks import network
 from sigcam.bench.paper import OVERHEAD
-from sigcam.bench.plan import FINE, Plan, there
+from sigcam.bench.plan import FINE, Plan
 from sigcam.core.config import FitConfig
 from sigcam.core.files import write_text_atomic
 from sigcam.core.manifest import versions
@@ -35,7 +35,7 @@ _PAPERS = ("the paper's, without / with the branch", *_PUBLISHED)
 
 def overhead(plan: Plan, progress: Progress) -> dict[str, Any]:
     """Parameters, seconds per image and training time, without and with the branch, in turns."""
-    dataset = there(plan, FINE)[0]
+    dataset = plan.available(FINE)[0]
     net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
     images = torch.randn(8, *net.input_shape, generator=torch.Generator().manual_seed(0)).to(net.device)
     own = sum(p.numel() for p in net.model.parameters())

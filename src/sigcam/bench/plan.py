@@ -37,6 +37,7 @@ FEWER = 500  # images of other classifiers and other fits than the paper's
 FINE = ("cub", "cars")  # the data sets of fine-grained classes, in the order of choice
 MASKED_DATASETS = ("openimages", "pets")  # those with masks
 DATASETS = (*FINE, "ilsvrc", *MASKED_DATASETS)
+VGG = "wsol:vgg16-cam"
 
 
 @dataclass(frozen=True)
@@ -46,24 +47,24 @@ class Plan:
     Args:
         data: folder with the data sets, each under its name: cub, cars, ilsvrc, openimages, pets.
         output: tables, figures, and the work so far.
-        fidelity: how many images confidence is measured on, drawn with the seed; None for all.
-        locating: the same for boxes and masks.
-        zoom: how much larger the images of the finer rows are; 1 leaves these rows out.
-        classifiers: folder with NAME/classifier.safetensors for each data set, trained before.
-        learns: what of the classifier is trained on the data, if it is not: a linear probe, or its last
-            stages too.
-        learning: how many images classifiers and branches learn from; None for all.
+        fidelity_images: number of test images for confidence metrics, drawn with the seed; None for all.
+        localization_images: number of test images for boxes and masks; None for all.
+        zoom: enlargement of the images in the zoomed rows; 1 leaves these rows out.
+        classifiers: folder with DATASET/classifier.safetensors files, trained beforehand.
+        classifier_recipe: how a classifier is trained on a data set that has none: "probe" trains the last
+            layer, "stages" the last stages too.
+        train_images: number of training images for classifiers and branches; None for all.
     """
 
     data: Path
     output: Path
-    fidelity: int | None = 300
-    locating: int | None = None
+    fidelity_images: int | None = 300
+    localization_images: int | None = None
     zoom: float = 2.0
     backbone: str = "embedded"
     classifiers: Path | None = None
-    learns: Literal["probe", "stages"] = "probe"
-    learning: int | None = None
+    classifier_recipe: Literal["probe", "stages"] = "probe"
+    train_images: int | None = None
     device: str = "cpu"
     batch_size: int = 16
     workers: int = 0
@@ -73,7 +74,7 @@ class Plan:
     def samples(self, dataset: str, split: str, count: int | None) -> Samples:
         """All of a split, or as many, drawn with the seed."""
         found = open_dataset(self.data / dataset, split=split)
-        if split == "test" and self.ships(dataset):
+        if split == "test" and self.uses_shipped_branch(dataset):
             found = _unseen(found, self.data / dataset)
         if count is None or count >= len(found):
             return found
@@ -81,7 +82,7 @@ class Plan:
         chosen = torch.randperm(len(found), generator=generator)[:count].sort().values
         return Samples(tuple(found[i] for i in chosen.tolist()), found.classes)
 
-    def training(self, dataset: str, count: int | None) -> Samples:
+    def train_samples(self, dataset: str, count: int | None) -> Samples:
         """What classifiers and branches learn from: none of the images that they are measured on."""
         train, place = self.samples(dataset, "train", count), self.data / dataset
         why = f"are in both splits of {place}: numbers of images that were learned from mean nothing."
@@ -91,17 +92,17 @@ class Plan:
         return train
 
     @property
-    def fewer(self) -> int | None:
+    def ablation_images(self) -> int | None:
         """How many images other classifiers and other fits are measured on."""
-        return self.locating or (None if self.fidelity is None else FEWER)
+        return self.localization_images or (None if self.fidelity_images is None else FEWER)
 
     @property
-    def called(self) -> str:
+    def slug(self) -> str:
         """The classifier's name in file names."""
         short = self.backbone.rpartition(":")[2] if self.backbone.count(":") < 2 else "file"
-        return short if self.learns == "probe" else f"{short}-{self.learns}"
+        return short if self.classifier_recipe == "probe" else f"{short}-{self.classifier_recipe}"
 
-    def given(self, dataset: str) -> Path | None:
+    def given_classifier(self, dataset: str) -> Path | None:
         """The data set's classifier, if it was trained before. On ImageNet it may be a published one."""
         if self.classifiers is None:
             return None
@@ -113,22 +114,31 @@ class Plan:
         how = f"`sigcam train-classifier --model {self.backbone} --data {self.data / dataset}"
         raise DataError(f"{path} does not exist: {how} --output {path.parent}` makes it.")
 
-    def ships(self, dataset: str) -> bool:
+    def uses_shipped_branch(self, dataset: str) -> bool:
         """Whether the classifier is the one that comes with a branch, fitted on images of the data set."""
-        return dataset == "ilsvrc" and self.backbone == "embedded" and not self.given(dataset)
+        return dataset == "ilsvrc" and self.backbone == "embedded" and not self.given_classifier(dataset)
 
-    def kind(self, dataset: str) -> str:
+    def classifier_kind(self, dataset: str) -> str:
         """What the classifier of a data set is, in words."""
-        if self.given(dataset):
+        if self.given_classifier(dataset):
             return "trained before"
         if dataset == "ilsvrc":
             return "as published"
         words = {"probe": "a linear probe", "stages": "last stages trained"}
-        return "conv6 and fc trained" if self.backbone == VGG else words[self.learns]
+        return "conv6 and fc trained" if self.backbone == VGG else words[self.classifier_recipe]
 
     def has(self, dataset: str) -> bool:
-        """Whether the data set is there."""
+        """Whether the data folder contains the data set."""
         return (self.data / dataset).is_dir()
+
+    def available(self, datasets: Sequence[str]) -> list[str]:
+        """The data sets that the data folder contains; DataError if there are none."""
+        found = [name for name in datasets if self.has(name)]
+        if not found:
+            raise DataError(
+                f"{self.data} holds none of {', '.join(datasets)}: put a data set there under its name."
+            )
+        return found
 
 
 # -------------------------------------------------------------------------------------------- evaluations
@@ -157,7 +167,7 @@ def measured(
         progress=lambda _, done, total: progress(name, done, total),
         **how,
     )
-    kind = {"backbone": plan.backbone, "classifier": plan.kind(dataset)}
+    kind = {"backbone": plan.backbone, "classifier": plan.classifier_kind(dataset)}
     rows = [{**row, **kind} for row in table_rows(result, dataset, float(how.get("zoom", 1.0)))]
     if rank() == 0:
         write_text_atomic(path, json.dumps(rows, indent=1) + "\n")
@@ -226,19 +236,3 @@ def _name(number: Row) -> str:
     fixed = fixed or ("_at_0.2" if number["threshold_from"] == "fixed" else "")
     scorer = f":{number['scorer']}" if number["scorer"] not in (None, "softmax") else ""
     return f"{number['metric']}{fixed}{scorer}"
-
-
-# ------------------------------------------------------------------------------------------------- tables
-
-
-def there(plan: Plan, wanted: Sequence[str]) -> list[str]:
-    """Those of the data sets that are there, at least one."""
-    found = [name for name in wanted if plan.has(name)]
-    if not found:
-        raise DataError(
-            f"{plan.data} holds none of {', '.join(wanted)}: put a data set there under its name."
-        )
-    return found
-
-
-VGG = "wsol:vgg16-cam"

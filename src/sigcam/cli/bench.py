@@ -16,7 +16,7 @@ import typer
 from sigcam.bench.figures import distortions, qualitative
 from sigcam.bench.networks import network
 from sigcam.bench.overhead import overhead
-from sigcam.bench.plan import DATASETS, FINE, MASKED_DATASETS, Plan, there
+from sigcam.bench.plan import DATASETS, FINE, MASKED_DATASETS, Plan
 from sigcam.bench.render import html, write_table
 from sigcam.bench.tables import ALL, TABLES
 from sigcam.cli.console import progress_bar
@@ -41,7 +41,7 @@ def run_bench(target: str, plan: Plan, threads: int | None) -> None:
     require_report_extra()
     if not plan.data.is_dir():
         raise DataError(f"{plan.data} does not exist: give the folder that holds {', '.join(DATASETS)}.")
-    there(plan, FINE if target == "overhead" else TABLES[target][1] if target in TABLES else DATASETS)
+    plan.available(FINE if target == "overhead" else TABLES[target][1] if target in TABLES else DATASETS)
     if threads:
         torch.set_num_threads(threads)
     failed = list[str]()
@@ -74,7 +74,7 @@ def run_bench(target: str, plan: Plan, threads: int | None) -> None:
             if target == "overhead" or (target == "all" and any(map(plan.has, FINE))):
                 tried("overhead", partial(overhead, plan, progress))
             if target in ("figures", "all"):
-                for dataset in there(plan, DATASETS):
+                for dataset in plan.available(DATASETS):
                     tried(f"figure {dataset}", partial(_figures, plan, dataset, progress))
         _finish(plan)
     if failed:
