@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from sigcam import bootstrap as bootstrap
+    from sigcam import metrics as metrics
     from sigcam.core.config import FitConfig as FitConfig
     from sigcam.core.errors import AttachError as AttachError
     from sigcam.core.errors import CheckpointError as CheckpointError
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from sigcam.methods.compat import XGradCAM as XGradCAM
     from sigcam.methods.explainer import explain as explain
     from sigcam.methods.explanation import Explanation as Explanation
-    from sigcam.metrics import bootstrap as bootstrap
     from sigcam.models.classifier import load_classifier as load_classifier
     from sigcam.network.attachment import attach as attach
     from sigcam.network.branch_file import load as load
@@ -66,7 +67,6 @@ _HOMES = {
     ),
     "methods.explainer": ("explain",),
     "methods.explanation": ("Explanation",),
-    "metrics": ("bootstrap",),
     "models.classifier": ("load_classifier",),
     "network.attachment": ("attach",),
     "network.branch_file": ("load",),
@@ -76,13 +76,14 @@ _HOMES = {
     "training.loss": ("balanced_bce",),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
-__all__ = [*sorted([*_MODULE_OF, "metrics"]), "__version__"]
+_MODULES = ("bootstrap", "metrics")  # public as modules
+__all__ = [*sorted([*_MODULE_OF, *_MODULES]), "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     """Import public names on first use, so that `import sigcam` does not import torch."""
-    if name == "metrics":
-        return importlib.import_module("sigcam.metrics")
+    if name in _MODULES:
+        return importlib.import_module(f"sigcam.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'sigcam' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"sigcam.{_MODULE_OF[name]}"), name)
