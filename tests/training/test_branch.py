@@ -28,10 +28,10 @@ from sigcam.data.sample import Sample, Samples
 from sigcam.models.preprocess import Preprocess
 from sigcam.network.attachment import attach
 from sigcam.network.dual import DualBranch
+from sigcam.training.augmentation import RandomCropFlip
 from sigcam.training.branch import FitResult, _held_out, fit
 from sigcam.training.features import Features
 from sigcam.training.loss import as_targets, balanced_bce, pos_weights, positives_of
-from sigcam.training.recipes import Augmented
 from support.oracles import bce_code, bce_paper
 from support.tiny import Gap, Normed, TwoHeads, Vgg, attached, easy_data, images
 
@@ -258,7 +258,7 @@ def test_statistics_of_the_batch_are_an_option_of_the_papers_code() -> None:
 def test_the_papers_view_of_a_picture_is_a_random_crop_of_a_larger_one_mirrored_or_not() -> None:
     picture = Image.fromarray((np.mgrid[0:256, 0:256][1]).astype(np.uint8)).convert("RGB")
     plain = Preprocess(224, 224, mean=(0.0,) * 3, std=(1.0,) * 3)
-    view, seen = Augmented(plain), set[tuple[int, bool]]()
+    view, seen = RandomCropFlip(plain), set[tuple[int, bool]]()
     for _ in range(20):
         row = (view(picture)[0, 0] * 255).round()
         step = float(row[1] - row[0])

@@ -276,8 +276,8 @@ import torch
 torch.set_num_threads(1)
 sys.path.insert(0, {tests!r})
 from support.folders import GIVEN, network
-from sigcam.data.folder import folder
-from sigcam.fitting import fit
+from sigcam.data.readers.folder import folder
+from sigcam.training.branch import fit
 net = network()
 net.model.register_forward_pre_hook(lambda module, args: time.sleep(0.02))
 fit(net, folder(Path({root!r}) / "data"), GIVEN, cache=Path({root!r}) / "cache")

@@ -30,7 +30,7 @@ from sigcam.network.dual import DualBranch
 from sigcam.network.opening import SHIPPED
 from sigcam.training.branch import fit
 from sigcam.training.classifier import train_classifier
-from sigcam.training.features import Data, Features, extract
+from sigcam.training.features import Features, TrainingData, extract
 from sigcam.training.linear_probe import train_probe
 
 FEW_TRAINED = 1500  # images that VGG-16 learns from: a pass of it takes seven times as long as the others'
@@ -57,7 +57,7 @@ def network(
     file = home / f"branch-{hash_of([asdict(config), *without])[:8]}.safetensors"
     if not file.is_file():
         net = attach(_last(classifier), **_known(classifier))
-        data: Data | Features = match_classes(train, net.classes, net.class_names)
+        data: TrainingData | Features = match_classes(train, net.classes, net.class_names)
         cache = plan.output / "features"
         if plan.backbone == VGG and not given:
             data = pooled_cells(classifier, train, cache, progress)

@@ -22,9 +22,10 @@ from sigcam.data.labels import match_classes
 from sigcam.data.registry import open_training_data
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.opening import open_network
-from sigcam.training.branch import FitResult, check_config, fit
+from sigcam.training.branch import FitResult, fit
 from sigcam.training.feature_cache import default_folder
 from sigcam.training.features import Features
+from sigcam.training.settings import check_fit_config
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def make_branch(options: FitOptions, config: FitConfig, as_json: bool) -> None:
     """Fits the branch, with the other processes if torchrun started some; the first one writes and prints."""
     if bool(options.data) == bool(options.features):
         raise DataError("give the images to fit on (--data), or their features (--features): one of them.")
-    check_config(config, linear=None, negatives=bool(options.negatives))
+    check_fit_config(config, linear=None, negatives=bool(options.negatives))
     if options.threads:
         torch.set_num_threads(options.threads)
     with process_group(options.device) as device:

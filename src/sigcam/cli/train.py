@@ -20,8 +20,9 @@ from sigcam.data.sample import Samples
 from sigcam.models.classifier import Classifier, save_classifier
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.opening import open_classifier
-from sigcam.training.classifier import TrainResult, check_train_config, train_classifier
+from sigcam.training.classifier import TrainResult, train_classifier
 from sigcam.training.linear_probe import train_probe
+from sigcam.training.settings import check_train_config
 
 PROBE_EPOCHS = 30
 OF_PROBES = ("epochs", "lr", "batch_size", "workers", "seed", "pretrained")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,12 @@ from sigcam.data.images import images_from_paths
 from sigcam.data.labels import match_classes
 from sigcam.data.sample import Samples
 from sigcam.metrics.classification import Quality
+from sigcam.models.preprocess import Transform
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.dual import DualBranch
 from sigcam.training.features import (
-    Data,
     Features,
-    Transform,
+    TrainingData,
     as_samples,
     batches_of,
     check_batch,
@@ -37,6 +36,7 @@ from sigcam.training.features import (
 from sigcam.training.logistic import Rows
 from sigcam.training.loss import check_labels, pos_weights, positives_of
 from sigcam.training.recipes import TrainingTable, TrainOutcome, solve_head, train_cached, train_fresh
+from sigcam.training.settings import check_fit_config
 
 log = logging.getLogger("sigcam")
 MOST_HELD = 10_000  # images that quality is measured on, at most
@@ -76,10 +76,10 @@ class FitResult:
 
 def fit(
     net: DualBranch,
-    data: Data | Features,
+    data: TrainingData | Features,
     config: FitConfig = FitConfig(),  # noqa: B008 (frozen)
     *,
-    negatives: Data | Features | str | Path | None = None,
+    negatives: TrainingData | Features | str | Path | None = None,
     transform: Transform | None = None,
     cache: str | Path | None = None,
     progress: Progress | None = None,
@@ -101,7 +101,7 @@ def fit(
         )
     with torch.inference_mode(False), seeded(config.seed, net.device):
         linear = linear_layer(net) is not None
-        check_config(config, linear=linear, negatives=negatives is not None)
+        check_fit_config(config, linear=linear, negatives=negatives is not None)
         if config.calibrate and (
             len(net.sigmoid.copies) > 1 or getattr(net.last_layer("sigmoid"), "bias", None) is None
         ):
@@ -130,7 +130,7 @@ def fit(
 
 def _fit_fresh(
     net: DualBranch,
-    data: Data | Features,
+    data: TrainingData | Features,
     config: FitConfig,
     transform: Transform | None,
     cache: str | Path | None,
@@ -159,44 +159,7 @@ def _fit_fresh(
     return _put_in(net, data, config, outcome, labels, weights, skipped, outcome.seconds)
 
 
-def check_config(config: FitConfig, *, linear: bool | None, negatives: bool) -> None:
-    """DataError for settings that cannot work, or that say nothing for this recipe and head (None: any)."""
-    c = config
-    solved = c.recipe == "fast" and bool(linear)
-    faults = {
-        "recipe must be fast, paper or paper-code": c.recipe not in ("fast", "paper", "paper-code"),
-        "epochs and batch_size must be 1 or more, views 1 or 2, workers 0 or more": (
-            c.epochs is not None and c.epochs < 1
-        )
-        or c.batch_size < 1
-        or c.views not in (1, 2)
-        or c.workers < 0,
-        "lr must be above 0": c.lr is not None and not 0 < c.lr < math.inf,
-        "l2 must be 'auto' or a number, 0 or more": c.l2 != "auto"
-        and not (isinstance(c.l2, int | float) and 0 <= c.l2 < math.inf),
-        "pos_weight must be above 0, 'balanced' or 'counts'": c.pos_weight not in ("balanced", "counts")
-        and not (isinstance(c.pos_weight, int | float) and 0 < c.pos_weight < math.inf),
-        "prior must be zero or softmax": c.prior not in ("zero", "softmax"),
-        "holdout must be from 0 to 0.5": not 0 <= c.holdout <= 0.5,
-        "negatives_weight must be above 0": not 0 < c.negatives_weight < math.inf,
-        "decay_every must be 1 or more, weight_decay 0 or more": c.decay_every < 1 or not c.weight_decay >= 0,
-        "precision must be float16 or bfloat16": c.precision not in ("float16", "bfloat16"),
-        "batch_norm must be eval, or batch with recipe paper-code": c.batch_norm not in ("eval", "batch")
-        or (c.batch_norm == "batch" and c.recipe != "paper-code"),
-        "a linear head is solved for exactly, without epochs or lr: leave them out, or choose recipe paper": (
-            solved and (c.epochs is not None or c.lr is not None)
-        ),
-        "a linear head needs an l2 above 0, or its weights grow without end": solved and c.l2 == 0,
-        "prior='softmax' is for linear heads that recipe fast solves for": c.prior != "zero"
-        and (c.recipe != "fast" or linear is False),
-        "negatives are for recipe fast": negatives and c.recipe != "fast",
-    }
-    for sentence, wrong in faults.items():
-        if wrong:
-            raise DataError(f"{sentence}.")
-
-
-def _none(negatives: Data | Features | str | Path) -> Data | Features:
+def _none(negatives: TrainingData | Features | str | Path) -> TrainingData | Features:
     """A folder of pictures as samples; anything else as it is."""
     return images_from_paths([negatives]) if isinstance(negatives, str | Path) else negatives
 
@@ -288,7 +251,7 @@ def _held_out(labels: Tensor, config: FitConfig) -> Tensor:
 
 def _put_in(
     net: DualBranch,
-    data: Data | Features,
+    data: TrainingData | Features,
     config: FitConfig,
     outcome: TrainOutcome,
     labels: Tensor,

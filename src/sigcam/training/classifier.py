@@ -4,13 +4,12 @@ baselines."""
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor, nn
 
 from sigcam.core.config import TrainConfig
@@ -27,14 +25,13 @@ from sigcam.core.types import Progress
 from sigcam.data.loader import Batch, load_batches
 from sigcam.data.sample import Samples
 from sigcam.models.classifier import Classifier
-from sigcam.models.preprocess import Preprocess
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.split import find_split
 from sigcam.network.trace import chunks, logits_of
-from sigcam.training.recipes import Augmented
+from sigcam.training.augmentation import SeededTransform, augmented, seed_of, with_seed
+from sigcam.training.settings import check_train_config
 
 CLASSIFIER_EPOCHS = 10
-VIEW = "sigcam view"  # where a picture carries the seed of its random crop
 
 
 @dataclass(frozen=True)
@@ -224,7 +221,7 @@ def _one_epoch(
     step = partial(_step, model, optimizer, classes=len(samples.classes), autocast=config.autocast)
     done, seen, right, loss, skipped = 0, 0, 0, 0.0, dict[str, str]()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(_seed(config.seed, number, "dropout"))
+        torch.manual_seed(seed_of(config.seed, number, "dropout"))
         _train_mode(model, trained, config)
         for batch in _views(classifier, samples, config, number, device):
             skipped.update(batch.skipped)
@@ -249,51 +246,21 @@ def _tell(progress: Progress | None, before: int, total: int, done: int) -> None
         progress("training", before + done, total)
 
 
-def _seed(*parts: int | str) -> int:
-    """A number for torch's generators that depends on all the parts."""
-    text = json.dumps(parts).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
-
-
 def _views(
     classifier: Classifier, samples: Samples, config: TrainConfig, number: int, device: torch.device
 ) -> Iterator[Batch]:
     """Augmented batches of one epoch, in random order."""
-    plain = classifier.transform
-    view = SeededView(Augmented(plain) if isinstance(plain, Preprocess) else plain)
-    generator = torch.Generator().manual_seed(_seed(config.seed, number, "order"))
+    generator = torch.Generator().manual_seed(seed_of(config.seed, number, "order"))
     order = torch.randperm(len(samples), generator=generator).tolist()
-    mixed = tuple(
-        replace(samples[i], open=partial(_marked, samples[i].open, _seed(config.seed, number, i)))
-        for i in order
-    )
+    mixed = tuple(with_seed(samples[i], seed_of(config.seed, number, i)) for i in order)
     spawn = device.type == "cuda"
     return load_batches(
         Samples(mixed, samples.classes),
-        view,
+        SeededTransform(augmented(classifier.transform)),
         batch_size=config.batch_size,
         workers=config.workers,
         spawn=spawn,
     )
-
-
-def _marked(open: Callable[[], Image.Image], seed: int) -> Image.Image:
-    """The picture, with the seed of its view."""
-    picture = open()
-    picture.info[VIEW] = seed
-    return picture
-
-
-@dataclass(frozen=True)
-class SeededView:
-    """A random transform that draws from the seed that a picture carries, in whatever process it runs."""
-
-    view: Callable[[Image.Image], Tensor]
-
-    def __call__(self, picture: Image.Image) -> Tensor:
-        with torch.random.fork_rng([]):
-            torch.default_generator.manual_seed(picture.info[VIEW])
-            return self.view(picture)
 
 
 def _step(
@@ -345,19 +312,6 @@ def _accuracy(
 
 
 # ------------------------------------------------------------------------------------ checks and checkpoints
-
-
-def check_train_config(config: TrainConfig) -> TrainConfig:
-    """The settings; DataError for a number that cannot be."""
-    least = {"epochs": 1, "decay_every": 1, "batch_size": 1, "workers": 0, "weight_decay": 0, "seed": 0}
-    for name, low in least.items():
-        value = getattr(config, name)
-        if value is not None and not value >= low:
-            raise DataError(f"{name} is {value}: give {low} or more.")
-    for name in ("lr", "head_lr_ratio"):
-        if not 0 < getattr(config, name) < float("inf"):
-            raise DataError(f"{name} is {getattr(config, name):g}: give a number above 0.")
-    return config
 
 
 def _identity(classifier: Classifier, samples: Samples, config: TrainConfig) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from sigcam.core.types import Progress
 from sigcam.data.labels import match_classes
 from sigcam.data.loader import load_batches
 from sigcam.data.sample import Sample, Samples
-from sigcam.models.preprocess import Preprocess
+from sigcam.models.preprocess import Preprocess, Transform
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.dual import DualBranch, linear_weight
 from sigcam.network.optimize import optimized
@@ -31,8 +31,7 @@ from sigcam.training.feature_cache import DTYPES, IMAGES_PER_CHUNK, FeatureStore
 from sigcam.training.loss import as_targets, check_labels
 
 log = logging.getLogger("sigcam")
-Data = Samples | Sequence[Sample] | Dataset[Any] | DataLoader[Any]
-Transform = Callable[[Any], Tensor]
+TrainingData = Samples | Sequence[Sample] | Dataset[Any] | DataLoader[Any]
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Features:
 
 def extract(
     net: DualBranch,
-    data: Data | Features,
+    data: TrainingData | Features,
     config: FitConfig,
     *,
     transform: Transform | None = None,
@@ -102,7 +101,7 @@ def extract(
     return replace(found, seconds={**found.seconds, stage: time.perf_counter() - began})
 
 
-def as_samples(data: Data, net: DualBranch) -> Data:
+def as_samples(data: TrainingData, net: DualBranch) -> TrainingData:
     """`Samples` for a list of `Sample`; anything else as it is."""
     if isinstance(data, list | tuple) and data and all(isinstance(item, Sample) for item in data):
         most = max((item.label for item in data if item.label is not None), default=0)

@@ -7,7 +7,7 @@ import io
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,12 @@ from sigcam.core.types import Progress
 from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples
 from sigcam.metrics.classification import Quality, average_precision, both_ways, quality_of
-from sigcam.models.preprocess import Preprocess
+from sigcam.models.preprocess import Transform
 from sigcam.network.dual import DualBranch, linear_weight
 from sigcam.network.sigmoid_head import SigmoidHead
 from sigcam.network.trace import chunks
-from sigcam.training.features import Data, Transform, batches_of, check_batch, length_of, linear_layer
+from sigcam.training.augmentation import augmented
+from sigcam.training.features import TrainingData, batches_of, check_batch, length_of, linear_layer
 from sigcam.training.logistic import Rows, Solution, chosen_penalty, find_axes, solve
 from sigcam.training.loss import as_targets, balanced_bce
 
@@ -37,7 +38,6 @@ STRENGTHS = (1.0, 0.1, 0.01, 0.001)  # of the penalty, the strongest first
 ROUGH = 1e-3  # gradient left in weights that only serve to choose a strength
 UNSEARCHED = 0.1  # where no image can be held out to choose by
 EPOCHS, CACHED_EPOCHS, PATIENCE_EPOCHS, LR = 10, 30, 5, 1e-3
-RESIZED = 256 / 224  # what crops are taken from, times the input's size (PROTOCOL 3)
 
 
 @dataclass(frozen=True)
@@ -288,26 +288,9 @@ class _Training:
 # -------------------------------------------------------------------------------- steps over fresh features
 
 
-@dataclass(frozen=True)
-class Augmented:
-    """The paper's training view of a picture: squashed a little too large, a random crop, mirrored or not."""
-
-    plain: Preprocess
-
-    def __call__(self, image: Any) -> Tensor:
-        from torchvision.transforms import v2
-
-        size = self.plain.height, self.plain.width
-        larger = replace(
-            self.plain, height=round(size[0] * RESIZED), width=round(size[1] * RESIZED), resize=None
-        )
-        cut: Tensor = v2.RandomHorizontalFlip()(v2.RandomCrop(size)(larger(image)))
-        return cut
-
-
 def train_fresh(
     net: DualBranch,
-    data: Data,
+    data: TrainingData,
     weights: Tensor,
     config: FitConfig,
     transform: Transform | None,
@@ -352,7 +335,11 @@ def train_fresh(
 
 
 def _fresh(
-    net: DualBranch, data: Data, config: FitConfig, transform: Transform | None, skipped: dict[str, str]
+    net: DualBranch,
+    data: TrainingData,
+    config: FitConfig,
+    transform: Transform | None,
+    skipped: dict[str, str],
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of one epoch, in random order; pictures that cannot be read are added to `skipped`."""
     if not isinstance(data, Samples):
@@ -362,7 +349,7 @@ def _fresh(
     transform = transform or net.transform
     if transform is None:
         raise DataError("samples need preprocessing: set net.transform, or fit(..., transform=...).")
-    view = Augmented(transform) if isinstance(transform, Preprocess) else transform
+    view = augmented(transform)
     mixed = Samples(tuple(data[i] for i in torch.randperm(len(data)).tolist()), data.classes)
     how: Any = {"spawn": net.device.type == "cuda", "seed": int(torch.randint(2**31, ()))}
     for batch in load_batches(mixed, view, batch_size=config.batch_size, workers=config.workers, **how):

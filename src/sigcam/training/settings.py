@@ -1,0 +1,63 @@
+"""Checks of FitConfig and TrainConfig; nothing here imports torch, so that a command fails early."""
+
+from __future__ import annotations
+
+import math
+
+from sigcam.core.config import FitConfig, TrainConfig
+from sigcam.core.errors import ConfigError
+
+
+def check_fit_config(config: FitConfig, *, linear: bool | None, negatives: bool) -> None:
+    """Raise ConfigError for settings that are out of range or have no effect on this recipe and head.
+
+    Args:
+        linear: whether the head is one linear layer; None if that is not known yet.
+        negatives: whether there are images without any of the classes.
+    """
+    c = config
+    solved = c.recipe == "fast" and bool(linear)
+    faults = {
+        "recipe must be fast, paper or paper-code": c.recipe not in ("fast", "paper", "paper-code"),
+        "epochs and batch_size must be 1 or more, views 1 or 2, workers 0 or more": (
+            (c.epochs is not None and c.epochs < 1)
+            or c.batch_size < 1
+            or c.views not in (1, 2)
+            or c.workers < 0
+        ),
+        "lr must be above 0": c.lr is not None and not 0 < c.lr < math.inf,
+        "l2 must be 'auto' or a number, 0 or more": c.l2 != "auto"
+        and not (isinstance(c.l2, int | float) and 0 <= c.l2 < math.inf),
+        "pos_weight must be above 0, 'balanced' or 'counts'": c.pos_weight not in ("balanced", "counts")
+        and not (isinstance(c.pos_weight, int | float) and 0 < c.pos_weight < math.inf),
+        "prior must be zero or softmax": c.prior not in ("zero", "softmax"),
+        "holdout must be from 0 to 0.5": not 0 <= c.holdout <= 0.5,
+        "negatives_weight must be above 0": not 0 < c.negatives_weight < math.inf,
+        "decay_every must be 1 or more, weight_decay 0 or more": c.decay_every < 1 or not c.weight_decay >= 0,
+        "precision must be float16 or bfloat16": c.precision not in ("float16", "bfloat16"),
+        "batch_norm must be eval, or batch with recipe paper-code": c.batch_norm not in ("eval", "batch")
+        or (c.batch_norm == "batch" and c.recipe != "paper-code"),
+        "a linear head is solved for exactly, without epochs or lr: leave them out, or choose recipe paper": (
+            solved and (c.epochs is not None or c.lr is not None)
+        ),
+        "a linear head needs an l2 above 0, or its weights grow without bound": solved and c.l2 == 0,
+        "prior='softmax' is for linear heads that recipe fast solves for": c.prior != "zero"
+        and (c.recipe != "fast" or linear is False),
+        "negatives are for recipe fast": negatives and c.recipe != "fast",
+    }
+    for sentence, wrong in faults.items():
+        if wrong:
+            raise ConfigError(f"{sentence}.")
+
+
+def check_train_config(config: TrainConfig) -> TrainConfig:
+    """Return the settings; raise ConfigError for a number out of range."""
+    minimum = {"epochs": 1, "decay_every": 1, "batch_size": 1, "workers": 0, "weight_decay": 0, "seed": 0}
+    for name, low in minimum.items():
+        value = getattr(config, name)
+        if value is not None and not value >= low:
+            raise ConfigError(f"{name} is {value}: give {low} or more.")
+    for name in ("lr", "head_lr_ratio"):
+        if not 0 < getattr(config, name) < math.inf:
+            raise ConfigError(f"{name} is {getattr(config, name):g}: give a number above 0.")
+    return config
