@@ -22,6 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from sigcam.bench import plan as bench_plan
+from sigcam.bench import runner
 from sigcam.bench import tables as bench_run
 from sigcam.bench import weights as vgg
 from sigcam.bench.figures import qualitative
@@ -30,9 +31,8 @@ from sigcam.bench.overhead import overhead
 from sigcam.bench.paper import PAPER_METHODS, PUBLISHED, ROWS, published_value
 from sigcam.bench.plan import Plan
 from sigcam.bench.render import html, markdown, verdict, write_table
+from sigcam.bench.runner import TARGETS, run_bench
 from sigcam.bench.weights import ArraysOnly
-from sigcam.cli import bench as command
-from sigcam.cli.bench import TARGETS, run_bench
 from sigcam.core.config import FitConfig
 from sigcam.core.errors import DataError, ModelError
 from sigcam.metrics.bootstrap import Interval
@@ -330,8 +330,8 @@ def test_all_makes_what_it_can_and_then_says_what_it_could_not(
         raise ModelError("no such head.")
 
     monkeypatch.setitem(bench_run.TABLES, "table1", (broken, ("cub",)))
-    monkeypatch.setattr(command, "overhead", broken)
-    monkeypatch.setattr(command, "ALL", ("table1", "table2"))
+    monkeypatch.setattr(runner, "overhead", broken)
+    monkeypatch.setattr(runner, "ALL", ("table1", "table2"))
     with pytest.raises(DataError, match=r"table1 could not be made: no such head\. overhead could not"):
         run_bench("all", plan, None)
     made = {path.name for path in plan.output.iterdir()}
@@ -339,7 +339,7 @@ def test_all_makes_what_it_can_and_then_says_what_it_could_not(
     assert not {"table1.json", "overhead.json"} & made
 
 
-def test_damaged_work_is_made_anew_or_named(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_work_is_made_anew_or_named(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
     run_bench("table2", plan, None)
     before = json.loads((plan.output / "table2.json").read_text())["rows"]
     (part,) = (plan.output / "parts").glob("*.json")
@@ -348,8 +348,7 @@ def test_damaged_work_is_made_anew_or_named(plan: Plan, capsys: pytest.CaptureFi
     (plan.output / "nwc.json").write_text('{"table')
     run_bench("table2", plan, None)
     assert json.loads((plan.output / "table2.json").read_text())["rows"] == before
-    said = capsys.readouterr().err
-    assert "table1.json is damaged" in said and "nwc.json is damaged" in said
+    assert "table1.json is damaged" in caplog.text and "nwc.json is damaged" in caplog.text
     (branch,) = (plan.output / "models").glob("*/branch-*.safetensors")
     branch.write_bytes(branch.read_bytes()[:40])
     with pytest.raises(DataError, match=f"remove {branch} and run again"):

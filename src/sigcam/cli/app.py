@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -311,7 +312,7 @@ def bench(
 ) -> None:
     """Make the paper's tables and figures on your data, with controls and intervals; it can be resumed."""
     from sigcam.bench.plan import Plan
-    from sigcam.cli.bench import run_bench
+    from sigcam.bench.runner import run_bench
     from sigcam.core.errors import DataError
 
     if quick and full:
@@ -321,7 +322,8 @@ def bench(
     where: Any = {"device": device, "batch_size": batch_size, "workers": workers, "seed": seed}
     where |= {"train_images": 1000 if quick else None, "skip_unreadable": skip_unreadable}
     plan = Plan(data, output, confidence, some, zoom, model, classifiers, **where)
-    run_bench(target, plan, threads)
+    with progress_bar(quiet=os.environ.get("RANK", "0") != "0") as progress:  # set by torchrun
+        run_bench(target, plan, threads, progress=progress, announce=typer.echo)
 
 
 @app.command()
