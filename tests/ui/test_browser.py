@@ -201,7 +201,7 @@ def test_the_first_picture_is_there_without_a_click_and_stays_at_home(browser, e
         assert re.fullmatch(r"0\.\d{6}", probabilities(page)[0])
         assert "logits" in page.inner_text(".sc-legend")
         keep(page, "first")
-        page.click("#shelf button >> nth=1")
+        page.click("#gallery button >> nth=1")
         page.wait_for_function("!document.querySelector('figcaption').innerText.includes('000042')")
         origins = {
             urllib.parse.urlsplit(url)[:2] for url in page.asked if not url.startswith(("data:", "blob:"))
@@ -294,13 +294,13 @@ def test_a_bad_file_gives_a_sentence_and_the_page_goes_on(browser, embedded, nam
         page.wait_for_selector(f"text={why}")
         assert "Traceback" not in page.content() and "/tmp" not in page.inner_text("body")
         keep(page, name[:4])
-        page.click("#shelf button >> nth=2")
+        page.click("#gallery button >> nth=2")
         page.wait_for_function("!document.querySelector('figcaption').innerText.includes('000042')")
 
 
 def test_two_people_see_their_own_pictures(browser, embedded):
     with visit(browser, embedded) as one, visit(browser, embedded) as other:
-        one.click("#shelf button >> nth=1")
+        one.click("#gallery button >> nth=1")
         send(other, "other.png", png(shapes(59, split="test", size=320)[58].open()))
         one.wait_for_function("document.querySelector('figcaption').innerText.includes('000086')")
         other.wait_for_function("document.querySelector('figcaption').innerText.includes('other.png')")
@@ -328,7 +328,7 @@ def test_the_page_fits_a_phone_in_light_and_dark(browser, embedded, scheme):
         keep(page, f"phone-{scheme}")
         tops = [
             page.query_selector(each).bounding_box()["y"]
-            for each in ("#shelf", "#panels", "#threshold", "#classes")
+            for each in ("#gallery", "#panels", "#threshold", "#classes")
         ]
         assert tops == sorted(tops), "maps come before the controls that are used less"
 

@@ -25,8 +25,10 @@ from sigcam.network.dual import DualBranch
 from sigcam.network.trace import lock_of
 from sigcam.ui.fit_job import FitJob, Stopped
 from sigcam.ui.html import boxes_html, links_html, panels_html, tops_html
-from sigcam.ui.security import HEADERS, MOST_BYTES, Guard, admitted, login_of
-from sigcam.ui.sessions import Sessions, Shelf
+from sigcam.ui.opening import open_gallery, open_networks
+from sigcam.ui.security import HEADERS, MAX_UPLOAD_BYTES, Guard, open_upload, parse_login
+from sigcam.ui.serve import UiOptions
+from sigcam.ui.sessions import Gallery, Sessions
 from sigcam.ui.sources import Request, Source, class_choices, same_class, sources_of
 from sigcam.ui.viewer import Viewer, disagreement, probabilities, shifted
 from support.folders import png_header
@@ -180,15 +182,15 @@ def test_names_cannot_write_html():
 )
 def test_nobody_else_is_let_in_without_a_login(host: str, share: bool, auth: str | None):
     with pytest.raises(DataError, match="--auth user:password"):
-        login_of(host, share, auth)
-    assert login_of(host, share, "me:a:b") == ("me", "a:b")
-    assert login_of("localhost", False, None) is None
+        parse_login(host, share, auth)
+    assert parse_login(host, share, "me:a:b") == ("me", "a:b")
+    assert parse_login("localhost", False, None) is None
 
 
 @pytest.mark.parametrize("auth", ["", "me", "me:", ":secret"])
 def test_half_a_login_is_refused(auth: str):
     with pytest.raises(DataError, match="user:password"):
-        login_of("127.0.0.1", False, auth)
+        parse_login("127.0.0.1", False, auth)
 
 
 def test_the_command_ends_with_two_and_a_sentence(monkeypatch, capsys):
@@ -208,8 +210,9 @@ def test_a_missing_gradio_is_named_with_its_pip_line(monkeypatch, capsys):
     assert stop.value.code == 2 and "pip install 'sigcam[ui]'" in capsys.readouterr().err
 
 
-def test_help_imports_no_gradio():
-    code = "import sys, sigcam.cli.app; print([m for m in ('gradio', 'torch', 'PIL') if m in sys.modules])"
+@pytest.mark.parametrize("module", ["sigcam.cli.app", "sigcam.ui.serve"])
+def test_help_imports_no_gradio(module: str):
+    code = f"import sys, {module}; print([m for m in ('gradio', 'torch', 'PIL') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -249,13 +252,13 @@ def test_the_guard_keeps_the_browser_here_and_uploads_small():
     assert status == 200 and headers == HEADERS
     assert "default-src 'self'" in headers["content-security-policy"]
     upload = "/gradio_api/upload"
-    assert asked(guard, upload, content_length=str(MOST_BYTES))[0] == 200
-    assert asked(guard, upload, content_length=str(2 * MOST_BYTES))[0] == 413
+    assert asked(guard, upload, content_length=str(MAX_UPLOAD_BYTES))[0] == 200
+    assert asked(guard, upload, content_length=str(2 * MAX_UPLOAD_BYTES))[0] == 413
     assert asked(guard, upload)[0] == 411
 
 
 def test_only_the_latest_uploads_stay_on_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr("sigcam.ui.security.MOST_FILES", 2)
+    monkeypatch.setattr("sigcam.ui.security.MAX_UPLOADS", 2)
     files = [tmp_path / f"{i}.png" for i in range(5)]
 
     async def stored(scope, receive, send) -> None:
@@ -287,14 +290,14 @@ def test_only_the_latest_uploads_stay_on_disk(tmp_path, monkeypatch):
         ("text.png", b"this is no picture", "damaged"),
         ("empty.jpg", b"", "damaged"),
         ("cut.png", png_header(20, 20), "cannot read cut.png"),
-        ("large.jpg", b"\xff" * (MOST_BYTES + 1), "more than 20 MB"),
+        ("large.jpg", b"\xff" * (MAX_UPLOAD_BYTES + 1), "more than 20 MB"),
         ("a.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "damaged, or no JPEG"),
     ],
 )
 def test_a_file_that_cannot_be_shown_gives_a_sentence_without_a_path(tmp_path, name, data, why):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=why) as said:
-        admitted(tmp_path / name, tmp_path)
+        open_upload(tmp_path / name, tmp_path)
     assert str(tmp_path) not in str(said.value) and name in str(said.value)
 
 
@@ -305,27 +308,27 @@ def test_a_file_from_elsewhere_is_not_opened(tmp_path):
     (tmp_path / "up" / "link.png").symlink_to(tmp_path / "a.png")
     for path in (tmp_path / "a.png", tmp_path / "up" / ".." / "a.png", tmp_path / "up" / "link.png"):
         with pytest.raises(DataError, match="was not sent to this page"):
-            admitted(path, tmp_path / "up")
+            open_upload(path, tmp_path / "up")
     for _ in range(2):  # two people who send the same picture share its file
-        assert admitted(tmp_path / "up" / "b.png", tmp_path / "up").size == PICTURE.size
+        assert open_upload(tmp_path / "up" / "b.png", tmp_path / "up").size == PICTURE.size
 
 
-def test_the_shelf_opens_what_is_on_it_and_nothing_else(tmp_path):
+def test_the_gallery_opens_what_is_on_it_and_nothing_else(tmp_path):
     inside, outside = tmp_path / "in", tmp_path / "out"
     inside.mkdir(), outside.mkdir()
     PICTURE.save(outside / "secret.png")
     PICTURE.save(inside / "a.png")
     (inside / "link.png").symlink_to(outside / "secret.png")
-    shelf = Shelf(images_from_paths([inside]), inside)
-    assert shelf.open(0)[0] == "a.png"
+    gallery = Gallery(images_from_paths([inside]), inside)
+    assert gallery.open(0)[0] == "a.png"
     with pytest.raises(DataError, match="leads out of the folder"):
-        shelf.open(1)
+        gallery.open(1)
     for index in (-1, 2, "0", "../out/secret.png", None, True, 0.0):
         with pytest.raises(DataError, match="no such picture"):
-            shelf.open(index)
+            gallery.open(index)
     up = Samples((Sample("up", lambda: PICTURE, path=inside / ".." / "out" / "secret.png"),), ())
     with pytest.raises(DataError, match="leads out of the folder"):
-        Shelf(up, inside).open(0)
+        Gallery(up, inside).open(0)
 
 
 # -------------------------------------------------------------------------------- memory, and one at a time
@@ -399,8 +402,6 @@ def test_score_cam_lets_others_at_the_model_between_passes():
 
 
 def test_an_unfitted_model_falls_back_to_the_centred_head_and_says_so(tmp_path):
-    from sigcam.ui.serve import UiOptions, open_nets, open_shelf
-
     (tmp_path / "net.py").write_text(
         "from torch import nn\n"
         "def tiny():\n"
@@ -408,12 +409,9 @@ def test_an_unfitted_model_falls_back_to_the_centred_head_and_says_so(tmp_path):
         " nn.Linear(8, 3))\n"
     )
     spec = f"file:{tmp_path / 'net.py'}:tiny"
-    options = UiOptions(
-        spec, None, "sigmoid", "", None, None, None, None, "127.0.0.1", 7860, False, None, "cpu", False
-    )
-    nets, notice = open_nets(options)
+    nets, notice = open_networks(UiOptions(spec, open=False))
     assert "centred" in notice and str(tmp_path) not in notice
     assert sources_of(nets["net.py:tiny"])[0].branch == "centred"
-    assert len(open_shelf("", None)[0]) >= 6
+    assert len(open_gallery("", None)[0]) >= 6
     with pytest.raises(DataError, match="does not exist"):
-        open_shelf(str(Path(tmp_path) / "nowhere"), None)
+        open_gallery(str(Path(tmp_path) / "nowhere"), None)

@@ -19,14 +19,14 @@ from sigcam.data.sample import Samples
 from sigcam.network.dual import DualBranch
 from sigcam.ui.fit_job import FitJob, Stopped
 from sigcam.ui.html import boxes_html, links_html, panels_html, progress_html, tops_html
-from sigcam.ui.security import admitted
-from sigcam.ui.sessions import Sessions, Shelf
+from sigcam.ui.security import open_upload
+from sigcam.ui.sessions import Gallery, Sessions
 from sigcam.ui.sources import Request, Source, sources_of
 from sigcam.ui.viewer import Viewer, disagreement
 
 log = logging.getLogger("sigcam")
 THRESHOLD = 0.4  # at first: unit maps of the clamped branch seldom reach zero
-ON_A_SHELF = 24  # thumbnails at a time
+PAGE_SIZE = 24  # thumbnails at a time
 LARGEST_BRANCH = 20 * 2**20  # that is handed over as a link
 AT_ONCE = 8  # pictures in a batch of the data-set view
 
@@ -52,14 +52,14 @@ class Page:
     def __init__(
         self,
         nets: dict[str, DualBranch],
-        shelf: Shelf,
+        gallery: Gallery,
         uploads: Path,
         *,
         notice: str = "",
         first: str | None = None,
         training: Callable[[], Samples] | None = None,
     ) -> None:
-        self.nets, self.shelf, self.uploads = nets, shelf, uploads
+        self.nets, self.gallery, self.uploads = nets, gallery, uploads
         self.notice, self.training = notice, training
         self.net = next(iter(nets.values()))
         several = len(nets) > 1
@@ -121,10 +121,10 @@ class Page:
 
     def _first_picture(self) -> tuple[str, Image.Image]:
         """The first picture that can be read."""
-        for index in range(len(self.shelf) - 1):
+        for index in range(len(self.gallery) - 1):
             with suppress(DataError):
-                return self.shelf.open(index)
-        return self.shelf.open(len(self.shelf) - 1)
+                return self.gallery.open(index)
+        return self.gallery.open(len(self.gallery) - 1)
 
     def upload(
         self,
@@ -143,7 +143,7 @@ class Page:
                 raise DataError("no picture arrived: try again.")
             file = Path(path)
             try:
-                picture = admitted(file, self.uploads)
+                picture = open_upload(file, self.uploads)
             except DataError as error:  # a warning, since after an error the bad file would stay in its place
                 gr.Warning(escape(str(error)), title="That file cannot be shown")
                 return [gr.skip()] * 5 + [None]
@@ -162,35 +162,35 @@ class Page:
         request: gr.Request,
         event: gr.SelectData,
     ) -> list[Any]:
-        """The thumbnail that was clicked, by its number on this page of the shelf."""
+        """The thumbnail that was clicked, by its number on this page of the gallery."""
         with told():
             controls = (heads, methods, kind, shared, threshold, delta)
-            return self._look(request, *self.shelf.open(self._number(at, event)), controls)
+            return self._look(request, *self.gallery.open(self._number(at, event)), controls)
 
     def _number(self, at: Any, event: gr.SelectData) -> int:
         index = event.index
-        if not isinstance(index, int) or not 0 <= index < ON_A_SHELF:
+        if not isinstance(index, int) or not 0 <= index < PAGE_SIZE:
             raise DataError("there is no such picture: choose one of those shown.")
-        return (int(at or 1) - 1) * ON_A_SHELF + index
+        return (int(at or 1) - 1) * PAGE_SIZE + index
 
     def thumbs(self, at: Any = 1) -> list[tuple[Image.Image, str]]:
-        """A page of the shelf."""
+        """A page of the gallery."""
         with told():
-            start = (int(at or 1) - 1) * ON_A_SHELF
-            return [self.thumb(i) for i in range(start, min(start + ON_A_SHELF, len(self.shelf)))]
+            start = (int(at or 1) - 1) * PAGE_SIZE
+            return [self.thumb(i) for i in range(start, min(start + PAGE_SIZE, len(self.gallery)))]
 
     def thumb(self, index: int, caption: str = "") -> tuple[Image.Image, str]:
         """A small copy of a picture, and its name; grey where it cannot be read."""
         if index not in self._thumbs:
             try:
-                small = self.shelf.open(index)[1]
+                small = self.gallery.open(index)[1]
                 small.thumbnail((128, 128))
             except (SigcamError, OSError):
                 small = Image.new("RGB", (128, 128), "#888888")
             if len(self._thumbs) > 2000:
                 self._thumbs.clear()
             self._thumbs[index] = small
-        return self._thumbs[index], caption or self.shelf.sample(index).id
+        return self._thumbs[index], caption or self.gallery.sample(index).id
 
     def redraw(
         self, classes: Any, sources: Any, methods: Any, kind: str, shared: bool, request: gr.Request
@@ -223,19 +223,19 @@ class Page:
     # ---------------------------------------------------------------------------------- many pictures
 
     def sort(self, first: str, second: str, most: float, request: gr.Request) -> Iterator[list[Any]]:
-        """The shelf's pictures, those whose two maps have least in common first."""
+        """The gallery's pictures, those whose two maps have least in common first."""
         with told():
             pair = [self.sources[name] for name in (first, second) if name in self.sources]
             if len(pair) < 2 or pair[0] == pair[1]:
                 raise DataError("choose two different heads to compare.")
             stop = threading.Event()
             self.stops.put(self.key(request), stop)
-            count, found, unread = min(int(most), len(self.shelf)), list[tuple[float, int]](), 0
+            count, found, unread = min(int(most), len(self.gallery)), list[tuple[float, int]](), 0
             for start in range(0, count, AT_ONCE):
                 opened = list[tuple[int, Image.Image]]()
                 for i in range(start, min(start + AT_ONCE, count)):
                     try:
-                        opened.append((i, self.shelf.open(i)[1]))
+                        opened.append((i, self.gallery.open(i)[1]))
                     except (SigcamError, OSError):
                         unread += 1
                 if opened:
@@ -251,7 +251,7 @@ class Page:
                     return
 
     def _ranked(self, found: list[tuple[float, int]]) -> list[tuple[Image.Image, str]]:
-        return [self.thumb(i, f"{score:.2f} {self.shelf.sample(i).id}") for score, i in found[:ON_A_SHELF]]
+        return [self.thumb(i, f"{score:.2f} {self.gallery.sample(i).id}") for score, i in found[:PAGE_SIZE]]
 
     def stop_sort(self, request: gr.Request) -> None:
         """Ends it after the batch in flight."""
@@ -275,7 +275,8 @@ class Page:
             order, index = self.orders.get(self.key(request)), event.index
             if not isinstance(index, int) or not 0 <= index < len(order):
                 raise DataError("there is no such picture: choose one of those shown.")
-            return [*self._look(request, *self.shelf.open(order[index]), controls), gr.Tabs(selected="look")]
+            shown = self._look(request, *self.gallery.open(order[index]), controls)
+            return [*shown, gr.Tabs(selected="look")]
 
     # ------------------------------------------------------------------------------------------ a fit
 

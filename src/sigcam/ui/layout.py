@@ -7,7 +7,7 @@ from typing import Any
 
 import gradio as gr
 
-from sigcam.ui.handlers import ON_A_SHELF, THRESHOLD, Page
+from sigcam.ui.handlers import THRESHOLD, PAGE_SIZE, Page
 from sigcam.ui.security import IDLE_SECONDS
 from sigcam.ui.sources import available_methods, class_choices
 from sigcam.ui.viewer import spread
@@ -30,7 +30,7 @@ def build_page(page: Page) -> gr.Blocks:
         with gr.Tabs(selected="look") as tabs:
             with gr.Tab("Look at a picture", id="look"):
                 view = _look_tab(page)
-            if page.training is not None or page.shelf.root is not None:
+            if page.training is not None or page.gallery.root is not None:
                 with gr.Tab("Sort the folder", id="sort"):
                     _sort_tab(page, view, tabs)
             if page.training is not None:
@@ -45,17 +45,17 @@ def build_page(page: Page) -> gr.Blocks:
 
 
 def _look_tab(page: Page) -> dict[str, Any]:
-    net, pages = page.net, -(-len(page.shelf) // ON_A_SHELF)
+    net, pages = page.net, -(-len(page.gallery) // PAGE_SIZE)
     with gr.Row():
         with gr.Column(scale=1, min_width=280, elem_classes="sc-left"):
             kinds = [".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"]
             file = gr.File(
                 label="Drop a picture here", file_types=kinds, type="filepath", height=150, elem_id="drop"
             )
-            label = "Or choose one of the folder" if page.shelf.root else "Or choose an example"
+            label = "Or choose one of the folder" if page.gallery.root else "Or choose an example"
             thumbs = gr.Gallery(
                 page.thumbs(), label=label, columns=4, allow_preview=False, interactive=False,
-                object_fit="cover", buttons=[], elem_id="shelf",
+                object_fit="cover", buttons=[], elem_id="gallery",
             )  # fmt: skip
             at = gr.Slider(
                 1,
@@ -64,7 +64,7 @@ def _look_tab(page: Page) -> dict[str, Any]:
                 step=1,
                 label="Page of the folder",
                 visible=pages > 1,
-                elem_id="shelf-page",
+                elem_id="gallery-page",
             )
             classes = gr.Dropdown(
                 class_choices(net), multiselect=True, label="Classes", max_choices=6, elem_id="classes"
@@ -128,8 +128,8 @@ def _sort_tab(page: Page, view: dict[str, Any], tabs: gr.Tabs) -> None:
         second = gr.Dropdown(names, value=page.chosen[-1], label="The other")
         most = gr.Slider(
             1,
-            max(2, min(len(page.shelf), 1000)),
-            min(len(page.shelf), 64),
+            max(2, min(len(page.gallery), 1000)),
+            min(len(page.gallery), 64),
             step=1,
             label="Pictures to look at",
         )

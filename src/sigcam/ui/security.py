@@ -15,10 +15,10 @@ from PIL import Image
 from sigcam.core.errors import DataError
 from sigcam.data.images import open_image
 
-MOST_BYTES = 20 * 2**20  # of one upload
-MOST_PIXELS = 50_000_000  # of one picture, told by its header before anything is decoded
-MOST_FILES = 64  # uploads that lie on disk at a time
-MOST_SESSIONS, IDLE_SECONDS = 32, 30 * 60
+MAX_UPLOAD_BYTES = 20 * 2**20  # of one upload
+MAX_PIXELS = 50_000_000  # of one picture, told by its header before anything is decoded
+MAX_UPLOADS = 64  # uploads that lie on disk at a time
+MAX_SESSIONS, IDLE_SECONDS = 32, 30 * 60
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # some others of Pillow's start programs
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 HEADERS = {
@@ -37,7 +37,7 @@ Send = Callable[[Message], Awaitable[None]]
 # ------------------------------------------------------------------------------------------- who may come
 
 
-def login_of(host: str, share: bool, auth: str | None) -> tuple[str, str] | None:
+def parse_login(host: str, share: bool, auth: str | None) -> tuple[str, str] | None:
     """The user and password that `--auth` names; DataError where others could come in without one."""
     if auth is None:
         if share or host not in LOOPBACK:
@@ -77,8 +77,8 @@ class Guard:
         if upload and not given.get("content-length", "").isdecimal():
             await _refuse(send, 411, "an upload must say how large it is.")
             return
-        if upload and int(given["content-length"]) > MOST_BYTES + 2**16:  # what wraps the file
-            await _refuse(send, 413, f"a picture may have at most {MOST_BYTES >> 20} MB.")
+        if upload and int(given["content-length"]) > MAX_UPLOAD_BYTES + 2**16:  # what wraps the file
+            await _refuse(send, 413, f"a picture may have at most {MAX_UPLOAD_BYTES >> 20} MB.")
             return
 
         said = bytearray()
@@ -102,7 +102,7 @@ class Guard:
                 if path in self._uploads:  # the same picture again: its file is one
                     self._uploads.remove(path)
                 self._uploads.append(path)
-        while len(self._uploads) > MOST_FILES:
+        while len(self._uploads) > MAX_UPLOADS:
             self._uploads.popleft().unlink(missing_ok=True)
 
 
@@ -120,16 +120,16 @@ async def _refuse(send: Send, status: int, why: str) -> None:
 # ------------------------------------------------------------------------------------------ which pictures
 
 
-def admitted(path: Path, uploads: Path) -> Image.Image:
+def open_upload(path: Path, uploads: Path) -> Image.Image:
     """The picture in a file that somebody sent to `uploads`, if it is small enough and of a usual kind. The
     file stays for now: two people who send the same picture share it."""
     name = path.name
     if not path.resolve().is_relative_to(uploads.resolve()):
         raise DataError(f"{name} was not sent to this page, so it is not opened.")
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise DataError(f"{name} has more than {MOST_BYTES >> 20} MB: make it smaller first.")
-        check_header(path, name)
+        if path.stat().st_size > MAX_UPLOAD_BYTES:
+            raise DataError(f"{name} has more than {MAX_UPLOAD_BYTES >> 20} MB: make it smaller first.")
+        check_image_header(path, name)
         return open_image(path)
     except OSError as error:
         raise DataError(f"cannot read {name}: {error.strerror or 'it is not a picture'}.") from error
@@ -137,7 +137,7 @@ def admitted(path: Path, uploads: Path) -> Image.Image:
         raise DataError(str(error).replace(str(path), name)) from error
 
 
-def check_header(path: Path, name: str) -> None:
+def check_image_header(path: Path, name: str) -> None:
     """DataError if the header tells of too many pixels, or of no kind of picture that is taken."""
     try:
         with warnings.catch_warnings():
@@ -145,12 +145,12 @@ def check_header(path: Path, name: str) -> None:
             with Image.open(path, formats=FORMATS) as image:
                 width, height = image.size
     except Image.DecompressionBombError:
-        width = height = MOST_PIXELS
+        width = height = MAX_PIXELS
     except Exception as error:  # decoders raise nearly everything
         kinds = "JPEG, PNG, WebP, GIF, BMP or TIFF"
         raise DataError(f"cannot read {name}: it is damaged, or no {kinds} picture.") from error
-    if width * height > MOST_PIXELS:
-        limit = f"{MOST_PIXELS // 1_000_000} megapixels"
+    if width * height > MAX_PIXELS:
+        limit = f"{MAX_PIXELS // 1_000_000} megapixels"
         raise DataError(f"{name} has more than {limit}: make it smaller first.")
 
 

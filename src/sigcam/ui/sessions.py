@@ -14,13 +14,13 @@ from PIL import Image
 
 from sigcam.core.errors import DataError
 from sigcam.data.sample import Sample, Samples
-from sigcam.ui.security import IDLE_SECONDS, MOST_SESSIONS, check_header
+from sigcam.ui.security import IDLE_SECONDS, MAX_SESSIONS, check_image_header
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Shelf:
+class Gallery:
     """Pictures that a person may choose by number; none lies outside `root`."""
 
     samples: Samples
@@ -42,7 +42,7 @@ class Shelf:
             return sample.id, sample.open()
         if self.root is not None and not sample.path.resolve().is_relative_to(self.root.resolve()):
             raise DataError(f"{sample.id} leads out of the folder, so it is not opened.")
-        check_header(sample.path, sample.id)
+        check_image_header(sample.path, sample.id)
         try:
             return sample.id, sample.open()
         except DataError as error:
@@ -54,7 +54,7 @@ class Sessions(Generic[T]):
 
     def __init__(
         self,
-        most: int = MOST_SESSIONS,
+        most: int = MAX_SESSIONS,
         idle: float = IDLE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
