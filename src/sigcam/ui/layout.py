@@ -7,7 +7,7 @@ from typing import Any
 
 import gradio as gr
 
-from sigcam.ui.handlers import THRESHOLD, PAGE_SIZE, Page
+from sigcam.ui.handlers import PAGE_SIZE, THRESHOLD, Page
 from sigcam.ui.security import IDLE_SECONDS
 from sigcam.ui.sources import available_methods, class_choices
 from sigcam.ui.viewer import spread
