@@ -1,4 +1,4 @@
-"""Checkpoint: the state of unfinished work in one file, found again only by work that is the same."""
+"""Checkpoint: the state of unfinished work in one file, resumed only by exactly the same work."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sigcam.core.manifest import versions
 
 
 class Checkpoint:
-    """A file with the state of unfinished work.
+    """The state of unfinished work, in a file.
 
     Args:
-        path: of the file; None keeps nothing.
-        facts: everything that the result depends on: settings, labels, files, weights. A file that was
-            written for other facts, by other versions of the packages or by other code is ignored.
+        path: the file; None disables saving and resuming.
+        facts: everything the result depends on: settings, labels, files, weights. A file written for other
+            facts, by other versions of the packages or by another version of this code is ignored.
     """
 
     def __init__(self, path: Path | None, facts: Any) -> None:
@@ -29,19 +29,19 @@ class Checkpoint:
         self.key = "" if path is None else hash_of([facts, versions(), code_fingerprint()])
 
     def load(self, map_location: Any = None) -> dict[str, Any] | None:
-        """The state that was saved for the same work; None if there is none, or the file is damaged."""
+        """Return the state saved for the same work, or None if there is none or the file is damaged."""
         import torch
 
         if self.path is None or not self.path.is_file():
             return None
         try:
-            held = torch.load(self.path, map_location=map_location, weights_only=True)
-            return dict(held["state"]) if held["key"] == self.key else None
+            content = torch.load(self.path, map_location=map_location, weights_only=True)
+            return dict(content["state"]) if content["key"] == self.key else None
         except (RuntimeError, pickle.UnpicklingError, KeyError, TypeError, EOFError, OSError):
             return None
 
     def save(self, state: dict[str, Any]) -> None:
-        """Replace the file by one with this state: tensors, numbers, strings, and lists and dicts of them."""
+        """Replace the file. The state holds tensors, numbers, strings, and lists and dicts of them."""
         import torch
 
         if self.path is None:
@@ -52,7 +52,7 @@ class Checkpoint:
         write_atomic(self.path, buffer.getvalue())
 
     def remove(self) -> None:
-        """Delete the file: the work is done."""
+        """Delete the file once the work is done."""
         if self.path is not None:
             with suppress(OSError):
                 self.path.unlink()
@@ -60,7 +60,7 @@ class Checkpoint:
 
 @cache
 def code_fingerprint() -> str:
-    """A hash of the source files of sigcam: results made by other code are not mixed with ours."""
+    """Return a hash of sigcam's source files, so that results of different versions are never mixed."""
     digest = hashlib.blake2b(digest_size=16)
     root = Path(str(files("sigcam")))
     for path in sorted(root.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Settings as frozen dataclasses; nothing here imports torch, so that `--help` is instant."""
+"""Training settings as frozen dataclasses. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ Recipe = Literal["fast", "paper", "paper-code"]
 
 @dataclass(frozen=True)
 class FitConfig:
-    """How the sigmoid branch is trained: class-balanced binary cross-entropy on a frozen backbone.
+    """Settings for training the sigmoid branch with class-balanced binary cross-entropy.
 
     Args:
-        recipe: "fast" computes features once; a linear head is then solved for exactly, another trained with
-            Adam until its held-out loss no longer falls. "paper" is what the paper says: Adam on
-            features of freshly cropped and mirrored images in every epoch. "paper-code" is what its training
-            loop does: SGD with Nesterov momentum, step decay and weight decay.
-        l2: of "fast", the strength of the penalty: times the sum of squared weights over C. "auto" takes the
-            strongest of several whose held-out average precision is within one standard error of the best.
-        pos_weight: weight of a positive label. "balanced" is C - 1 (for one logit: negatives / positives);
-            "counts" is negatives / positives of each class.
-        views: of "fast", 1 takes each image as it is, 2 adds its mirror image.
-        prior: what a linear head's weights are drawn to: "zero", or the "softmax" head's weights with their
-            mean over classes taken off, for few images per class.
-        negatives_weight: how much an image without any of the classes counts.
-        holdout: the share of images, of each class, that quality is measured on.
-        calibrate: takes log(pos_weight) off the logits in the end, so that scores are probabilities at the
-            data's own frequencies rather than odds against the average class.
-        epochs, lr: of training by gradient steps; None for the recipe's own (10 and 0.001; heads that "fast"
-            trains: at most 30). "fast" has none for a linear head.
-        decay_every, weight_decay: of "paper-code": the learning rate is divided by 10 at the start of every
-            such epoch.
-        batch_norm: of "paper-code": "eval" uses trained statistics, "batch" those of each batch.
+        recipe: "fast" extracts features once, then solves a linear head exactly and trains any other head
+            with Adam and early stopping. "paper" is the paper's text: Adam on features of freshly cropped and
+            flipped images in every epoch. "paper-code" is its published training loop: SGD with Nesterov
+            momentum, step decay and weight decay.
+        l2: "fast" only: L2 penalty, multiplied by the sum of squared weights over C. "auto" takes the largest
+            of several whose held-out average precision is within one standard error of the best.
+        pos_weight: weight of positive labels. "balanced" is C - 1 (for a single logit: negatives /
+            positives); "counts" is negatives / positives per class.
+        views: "fast" only: 1 uses each image once, 2 adds its mirror image.
+        prior: what a linear head's weights shrink towards: "zero", or the "softmax" head's weights minus
+            their mean over classes, for few images per class.
+        negatives_weight: weight of images that show none of the classes.
+        holdout: fraction of each class's images that quality is measured on.
+        calibrate: subtract log(pos_weight) from the logits after training, so that scores are probabilities
+            at the class frequencies of the data.
+        epochs, lr: epochs and learning rate of gradient training; None for the recipe's defaults (10 and
+            0.001; "fast": at most 30 epochs). Not used when "fast" solves a linear head.
+        decay_every, weight_decay: "paper-code" only: weight decay, and the number of epochs after which the
+            learning rate is divided by 10.
+        batch_norm: "paper-code" only: "eval" uses the running statistics, "batch" those of each batch.
         batch_size: images per gradient step.
-        precision: of cached features; bfloat16 for those beyond 65504.
-        autocast: runs the backbone in half precision where that is faster.
-        workers: processes that decode images.
-        seed: of whatever is random.
+        precision: dtype of cached features; use bfloat16 if they exceed 65504.
+        autocast: run the backbone in half precision where that is faster.
+        workers: number of image-decoding processes.
+        seed: random seed.
     """
 
     recipe: Recipe = "fast"
@@ -62,22 +62,22 @@ class FitConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a softmax classifier is trained: SGD with Nesterov momentum 0.9 on random crops and mirror images,
-    as the paper's baselines are; the defaults are those of its cars.
+    """Settings for training a softmax classifier: SGD with Nesterov momentum 0.9 on random crops and flips,
+    like the paper's baselines; the defaults are those for Stanford Cars.
 
     Args:
-        epochs: passes over the images; None for 10, of a probe 30.
-        lr: learning rate of the features; of a probe, that of Adam.
-        head_lr_ratio: how many times faster the last stage learns.
-        weight_decay: of weights and biases; None for 1e-4 if the network is a ResNet, else 5e-4.
-        decay_every: the learning rate is divided by 10 at the start of every such epoch.
-        freeze_until: name of the first module that is trained, with all that is defined after it; what comes
-            before keeps its weights and statistics. None trains all.
+        epochs: number of epochs; None for 10, or 30 for a probe.
+        lr: learning rate of the features, or of Adam for a probe.
+        head_lr_ratio: learning rate of the last stage, as a multiple of `lr`.
+        weight_decay: weight decay of weights and biases; None for 1e-4 on a ResNet, 5e-4 otherwise.
+        decay_every: number of epochs after which the learning rate is divided by 10.
+        freeze_until: name of the first module to train; modules defined before it keep their weights and
+            statistics. None trains all.
         pretrained: False starts from random weights.
         batch_size: images per step.
-        autocast: runs the network in bfloat16 where that is faster.
-        workers: processes that decode images.
-        seed: of whatever is random.
+        autocast: run the network in bfloat16 where that is faster.
+        workers: number of image-decoding processes.
+        seed: random seed.
     """
 
     epochs: int | None = None

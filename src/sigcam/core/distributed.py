@@ -1,4 +1,4 @@
-"""More than one process, as torchrun starts them: who am I, my share, sums over all (torch.distributed)."""
+"""torch.distributed with torchrun: process group, rank, sharding, collectives. No-ops in a single process."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sigcam.core.errors import DataError
+from sigcam.core.errors import ConfigError
 
 T = TypeVar("T")
-_ALONE = ContextVar("alone", default=False)
-PATIENCE = timedelta(hours=2)  # how long a rank may be ahead of another: a slice of features takes its time
+TIMEOUT = timedelta(hours=2)  # a rank may wait for another's shard of features
+_SINGLE_PROCESS = ContextVar("single_process", default=False)
 
 
 @contextmanager
 def process_group(device: str = "cpu") -> Iterator[str]:
-    """Joins the processes that torchrun started, if it did; the device that is this one's, `cuda` to
-    `cuda:1`."""
+    """Initialize the default process group if torchrun started this process; yield this rank's device.
+
+    `cuda` becomes `cuda:LOCAL_RANK`. The group is destroyed on exit.
+    """
     if "LOCAL_RANK" not in os.environ or dist.is_initialized():
         yield device
         return
@@ -32,9 +34,9 @@ def process_group(device: str = "cpu") -> Iterator[str]:
         if on_gpu:
             device = device if ":" in device else f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=PATIENCE)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
     except (RuntimeError, ValueError, AssertionError) as error:
-        raise DataError(f"torchrun's processes cannot work together on {device}: {error}") from error
+        raise ConfigError(f"cannot initialize the process group on {device}: {error}") from error
     try:
         yield device
     finally:
@@ -43,31 +45,31 @@ def process_group(device: str = "cpu") -> Iterator[str]:
 
 @contextmanager
 def single_process() -> Iterator[None]:
-    """As if this process were the only one: what is summed in there is summed in the order of one."""
-    token = _ALONE.set(True)
+    """Run the block as a single process; collectives become no-ops."""
+    token = _SINGLE_PROCESS.set(True)
     try:
         yield
     finally:
-        _ALONE.reset(token)
+        _SINGLE_PROCESS.reset(token)
 
 
 def rank() -> int:
-    """Which of the processes this is, from 0."""
-    return dist.get_rank() if dist.is_initialized() and not _ALONE.get() else 0
+    """Return the rank of this process; 0 in a single process."""
+    return dist.get_rank() if dist.is_initialized() and not _SINGLE_PROCESS.get() else 0
 
 
 def world_size() -> int:
-    """How many processes there are."""
-    return dist.get_world_size() if dist.is_initialized() and not _ALONE.get() else 1
+    """Return the number of processes."""
+    return dist.get_world_size() if dist.is_initialized() and not _SINGLE_PROCESS.get() else 1
 
 
 def local_batches(batches: int) -> range:
-    """Which of a number of batches are this process's: every n-th, so that each is worked on exactly once."""
+    """Return the indices of the batches of this rank: every `world_size`-th one."""
     return range(rank(), batches, world_size())
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """The sum over all processes, to each of them."""
+    """Return the sum of the tensor over all ranks."""
     if world_size() > 1:
         tensor = tensor.contiguous()
         dist.all_reduce(tensor)
@@ -75,7 +77,7 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 
 
 def broadcast_first(tensor: Tensor) -> Tensor:
-    """The first process's tensor, to each of them."""
+    """Return the tensor of rank 0."""
     if world_size() > 1:
         tensor = tensor.contiguous()
         dist.broadcast(tensor, 0)
@@ -83,7 +85,7 @@ def broadcast_first(tensor: Tensor) -> Tensor:
 
 
 def all_gather(value: T) -> list[T]:
-    """Each process's value, in the order of ranks."""
+    """Return the values of all ranks, in rank order."""
     if world_size() == 1:
         return [value]
     values: list[T | None] = [None] * world_size()
@@ -92,6 +94,6 @@ def all_gather(value: T) -> list[T]:
 
 
 def barrier() -> None:
-    """Until all processes are here."""
+    """Wait for all ranks."""
     if world_size() > 1:
         dist.barrier()

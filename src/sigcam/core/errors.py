@@ -1,8 +1,8 @@
-"""Errors for bad input. A message says what failed, what was seen and what to do."""
+"""Errors. A message says what failed, what was found and what to do."""
 
 
 class SigcamError(Exception):
-    """Base class of every error that sigcam raises on purpose."""
+    """Base class of all errors that sigcam raises on purpose."""
 
 
 class AttachError(SigcamError):
@@ -14,11 +14,11 @@ class DataError(SigcamError):
 
 
 class ConfigError(DataError):
-    """A setting is unknown, out of range or does not go with another. A DataError, as it was before 0.2."""
+    """A setting is unknown, out of range or conflicts with another. A DataError for compatibility."""
 
 
 class ModelError(SigcamError):
-    """A classifier cannot be loaded, or its numbers cannot be used."""
+    """A classifier cannot be loaded, or its outputs cannot be used."""
 
 
 class CheckpointError(SigcamError):
@@ -26,7 +26,7 @@ class CheckpointError(SigcamError):
 
 
 class MissingExtra(ModelError, DataError):
-    """An optional dependency is not installed. Both a ModelError and a DataError, as it was before 0.2."""
+    """An optional dependency is not installed. A ModelError and a DataError for compatibility."""
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         super().__init__(f"{what} needs {package}: pip install 'sigcam[{extra}]'.")

@@ -1,24 +1,20 @@
-"""Files: write them whole or not at all, tell them apart, describe what went wrong."""
+"""Atomic writes, fingerprints of files and values, one-line error texts."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
-
-from sigcam.core.errors import DataError
-
-if TYPE_CHECKING:
-    pass
-
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from sigcam.core.errors import ConfigError
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Writes the file whole or not at all."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.part")  # of this process alone
+    """Write the whole file or nothing; its folder must exist."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}.part")  # not shared with other processes
     try:
         draft.write_bytes(data)
         draft.replace(path)
@@ -27,45 +23,45 @@ def write_atomic(path: Path, data: bytes) -> None:
             draft.unlink()
 
 
-def error_line(error: BaseException) -> str:
-    """An error's type and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
-
-
 def write_text_atomic(path: Path, text: str) -> Path:
-    """Writes the file whole or not at all."""
+    """Write the whole text file or nothing, creating its folder if needed; return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text.encode())
     return path
 
 
-def file_stamp(path: Path) -> str:
-    """What tells a file from a later one of that name."""
+def check_writable(folder: Path) -> None:
+    """Raise ConfigError if files cannot be written to the folder; leave no trace."""
+    trial = folder / ".trial"
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
-        seen = path.stat()
-    except OSError:
-        return "gone"
-    return f"{seen.st_size} {seen.st_mtime_ns}"
-
-
-def check_writable(path: Path) -> None:
-    """DataError before the work begins if nothing can be written to the folder; leaves no trace."""
-    trial = path / ".trial"
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
-    try:
-        path.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         trial.write_bytes(b"x" * 4096)
         trial.unlink()
-        for folder in made:
-            folder.rmdir()
+        for parent in missing:
+            parent.rmdir()
     except OSError as error:
-        raise DataError(
-            f"cannot write to the output folder {path}: {error.strerror or error}. Choose another with "
+        raise ConfigError(
+            f"cannot write to the output folder {folder}: {error.strerror or error}. Choose another with "
             "--output."
         ) from error
 
 
+def file_stamp(path: Path) -> str:
+    """Size and modification time, which change when the file is replaced; "gone" if it does not exist."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return "gone"
+    return f"{stat.st_size} {stat.st_mtime_ns}"
+
+
 def hash_of(value: Any) -> str:
-    """A name for a value that JSON can write."""
+    """Return a hash of a value that JSON can write."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def error_line(error: BaseException) -> str:
+    """Return the error's type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"

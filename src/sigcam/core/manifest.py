@@ -1,4 +1,4 @@
-"""manifest.json: what made an output folder, so that it can be made again."""
+"""manifest.json: the command, versions and facts that an output folder was made with."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ PACKAGES = ("sigcam", "torch", "torchvision", "timm", "torchmetrics", "numpy", "
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that numbers depend on."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of the packages that results depend on."""
+    installed = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def provenance() -> dict[str, str]:
-    """The command and the time, in words."""
+    """Return the command and the time as text."""
     return {
         "command": shlex.join(["sigcam", *sys.argv[1:]]),
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -36,7 +36,7 @@ def provenance() -> dict[str, str]:
 
 
 def write_manifest(folder: Path, **facts: Any) -> Path:
-    """Writes manifest.json with the command, versions, time, and the given facts."""
+    """Write manifest.json with the command, time, versions and the given facts."""
     about = {
         "command": ["sigcam", *sys.argv[1:]],
         "made": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""Types that every package shares."""
+"""Types that several rooms share."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ if TYPE_CHECKING:
 
 
 class ImageSize(NamedTuple):
-    """Size of a picture in Pillow's order."""
+    """Size of an image, in Pillow's order."""
 
     width: int
     height: int
 
 
 class GridSize(NamedTuple):
-    """Size of a tensor's last two axes, rows first."""
+    """Size of the last two axes of a tensor."""
 
     height: int
     width: int
 
     @classmethod
     def of(cls, tensor: Tensor) -> GridSize:
-        """The size of a tensor's last two axes."""
+        """Return the size of the tensor's last two axes."""
         return cls(int(tensor.shape[-2]), int(tensor.shape[-1]))
 
 
 Progress = Callable[[str, int, int], None]  # stage, done, total (0: unknown)
-Skipped = tuple[str, str]  # id of an image that was left out, and why
+Skipped = tuple[str, str]  # id of an image that was skipped, and the reason
