@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo test quick bench docs clean
 
 demo: .venv/demo.done
 	@$(BIN)/sigcam demo --output sigcam-demo
@@ -11,7 +11,8 @@ demo: .venv/demo.done
 test: .venv/dev.done
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
 
-check: test
+quick: .venv/dev.done
+	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check --quick
 
 docs: .venv/dev.done
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/build-docs
