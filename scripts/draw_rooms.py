@@ -38,7 +38,8 @@ def svg() -> str:
     rows = layers()
     height = len(rows) * (ROW + GAP) - GAP + 2 * MARGIN
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="{WIDTH}" height="{height}" '
         'font-family="system-ui, sans-serif" role="img" '
         'aria-label="Packages of sigcam: each imports only from packages below it">',
         f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
