@@ -1,11 +1,8 @@
 """The network with two heads: what its branch is made of, and the file it is kept in."""
 
 import copy
-import json
-import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import timm
@@ -13,15 +10,11 @@ import torch
 import torchvision
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sigcam.core.config import FitConfig
-from sigcam.core.errors import AttachError, CheckpointError
-from sigcam.models.state_dict import fingerprint
+from sigcam.core.errors import AttachError
 from sigcam.network.attachment import attach
-from sigcam.network.branch_file import load
-from sigcam.network.dual import DualBranch
 from sigcam.training.branch import fit
 from support.tiny import Gap, InPlace, Normed, Probabilities, TwoHeads, Vgg, attached, easy_data, images
 
@@ -330,208 +323,8 @@ def test_running_from_pooled_works_after_moving_the_network(convnext: nn.Module)
     assert torch.allclose(net.sigmoid.from_pooled(out.pooled), out.sigmoid)
 
 
-# ---------------------------------------------------------------------------------------------- the file
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> tuple[DualBranch, Path]:
-    net = attach(Vgg(), example=images(1))
-    fit(net, easy_data(), FitConfig("paper", epochs=2))
-    net.class_names = ("hawk", "owl", "heron", "wren")
-    path = tmp_path / "branch.safetensors"
-    net.save(path)
-    return net, path
-
-
-def test_a_saved_branch_comes_back_to_the_bit(saved: tuple[DualBranch, Path]) -> None:
-    net, path = saved
-    back = load(path, copy.deepcopy(net.model), example=images(1))
-    assert torch.equal(back(images()).sigmoid, net(images()).sigmoid)
-    assert back.class_names == ("hawk", "owl", "heron", "wren")
-    assert back.recipe == net.recipe
-    assert back.recipe["epochs"] == 2
-    assert back.fitted
-    assert list(path.parent.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("make", MODELS)
-def test_every_kind_of_branch_can_be_saved_unfitted_too(
-    make: Callable[[], nn.Module], tmp_path: Path
-) -> None:
-    net = attach(make(), example=images(1), seed=3)
-    net.save(tmp_path / "b.safetensors")
-    back = load(str(tmp_path / "b.safetensors"), net.model, example=images(1))
-    assert not back.fitted
-    assert back.class_names is None
-    assert torch.equal(back(images()).sigmoid, net(images()).sigmoid)
-
-
-def test_named_head_and_layer_are_found_again_on_loading(tmp_path: Path) -> None:
-    model = Vgg()
-    net = attach(model, head="classifier.3", layer="features.0", example=images(1))
-    net.save(tmp_path / "b.safetensors")
-    back = load(tmp_path / "b.safetensors", model, example=images(1))
-    assert (back.split.heads, back.split.layer) == (("classifier.3",), "features.0")
-    assert torch.equal(back(images()).sigmoid, net(images()).sigmoid)
-
-
-def test_a_file_holds_the_branch_alone(saved: tuple[DualBranch, Path]) -> None:
-    net, path = saved
-    assert load_file(path).keys() == net.state_dict().keys()
-
-
-def refused(path: Path, model: nn.Module) -> str:
-    """The sentence with which loading is refused."""
-    with pytest.raises(CheckpointError) as caught:
-        load(path, model, example=images(1))
-    sentence = str(caught.value)
-    assert "\n" not in sentence
-    assert path.name in sentence
-    assert sentence.endswith(".")
-    return sentence
-
-
-def test_other_weights_are_refused(saved: tuple[DualBranch, Path]) -> None:
-    net, path = saved
-    other = copy.deepcopy(net.model)
-    with torch.no_grad():
-        next(other.parameters()).view(-1)[0] += 1e-6
-    assert "other weights" in refused(path, other)
-
-
-def test_other_batch_norm_statistics_are_other_weights_but_a_count_is_not() -> None:
-    model = Normed()
-    before = fingerprint(model)
-    model.get_buffer("bn1.num_batches_tracked").add_(1)
-    assert fingerprint(model) == before
-    model.get_buffer("bn1.running_mean").add_(0.1)
-    assert fingerprint(model) != before
-
-
-def test_another_class_count_is_refused(saved: tuple[DualBranch, Path]) -> None:
-    assert "with 4 classes after the layer features.4; this Vgg has classifier with 7" in refused(
-        saved[1], Vgg(classes=7)
-    )
-
-
-def test_another_architecture_is_refused(saved: tuple[DualBranch, Path]) -> None:
-    assert "a head classifier with 4 classes after the layer features.4; this Gap has fc" in refused(
-        saved[1], Gap()
-    )
-
-
-def test_a_missing_named_layer_is_refused(tmp_path: Path) -> None:
-    net = attach(Vgg(), layer="features.0", example=images(1))
-    net.save(tmp_path / "b.safetensors")
-    assert "Load it onto the model it was fitted to" in refused(tmp_path / "b.safetensors", Gap())
-
-
-def test_a_file_that_is_no_branch_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "weights.safetensors"
-    save_file({"weight": torch.zeros(2)}, path)
-    assert "not a sigcam branch" in refused(path, Gap())
-    for content in (b"", b"hello", b"\x80\x00\x00\x00\x00\x00\x00\x00{}"):
-        path.write_bytes(content)
-        assert "not a readable branch file" in refused(path, Gap())
-
-
-@pytest.mark.parametrize("about", ["{", "[]", "{}", json.dumps({"named": {}, "heads": ["fc"]})])
-def test_a_file_with_a_broken_description_is_refused(tmp_path: Path, about: str) -> None:
-    path = tmp_path / "odd.safetensors"
-    save_file({"weight": torch.zeros(2)}, path, metadata={"sigcam-branch": about})
-    assert "does not say what it was fitted to" in refused(path, Gap())
-
-
-def test_a_truncated_file_is_refused_wherever_it_ends(saved: tuple[DualBranch, Path]) -> None:
-    net, path = saved
-    whole = path.read_bytes()
-    for length in (4, 100, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        assert "not a readable branch file" in refused(path, net.model)
-
-
-def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
-    assert "does not exist" in refused(tmp_path / "none.safetensors", Gap())
-    refused(tmp_path, Gap())
-
-
-def test_not_a_number_inside_is_refused(saved: tuple[DualBranch, Path]) -> None:
-    net, path = saved
-    with torch.no_grad():
-        next(net.parameters()).view(-1)[3] = float("nan")
-    net.save(path)
-    assert "NaN or infinite numbers in sigmoid.copies.0.0.weight" in refused(path, net.model)
-
-
-def test_tensors_of_other_shapes_are_refused(saved: tuple[DualBranch, Path]) -> None:
-    net, path = saved
-    tensors = load_file(path)
-    about = {"sigcam-branch": json.dumps(_about(path))}
-    tensors.pop("sigmoid.copies.0.3.bias")
-    save_file(tensors, path, metadata=about)
-    assert "does not fit this Vgg" in refused(path, net.model)
-
-
-def _about(path: Path) -> object:
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        return json.loads(file.metadata()["sigcam-branch"])
-
-
-def test_a_refused_load_leaves_the_model_loadable(saved: tuple[DualBranch, Path]) -> None:
-    net, path = saved
-    refused(path, Gap())
-    assert load(path, net.model, example=images(1)).fitted
-
-
-def test_saving_where_nothing_can_be_written_is_refused_and_writes_nothing(tmp_path: Path) -> None:
-    net = attach(Gap(), example=images(1))
-    file = tmp_path / "file"
-    file.write_text("kept")
-    for path in (tmp_path / "no" / "b.safetensors", file / "b.safetensors"):
-        with pytest.raises(CheckpointError, match=r"cannot write .*b\.safetensors: .+\."):
-            net.save(path)
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(CheckpointError, match="cannot write"):
-        net.save(tmp_path / "folder")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
-    assert file.read_text() == "kept"
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_saving_without_permission_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(CheckpointError, match="Permission denied"):
-        attach(Gap(), example=images(1)).save(tmp_path / "b.safetensors")
-
-
-@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(28, "No space left")])
-def test_a_write_that_fails_half_way_leaves_the_old_file_and_no_part(
-    saved: tuple[DualBranch, Path], monkeypatch: pytest.MonkeyPatch, error: OSError
-) -> None:
-    net, path = saved
-    before = path.read_bytes()
-
-    def half(self: Path, data: bytes) -> int:
-        with self.open("wb") as file:
-            file.write(data[:100])
-        raise error
-
-    monkeypatch.setattr(Path, "write_bytes", half)
-    with pytest.raises(CheckpointError, match=error.strerror):
-        net.save(path)
-    assert path.read_bytes() == before
-    assert list(path.parent.iterdir()) == [path]
-
-
 def test_the_preprocessing_of_a_timm_model_follows_the_size_it_was_built_for() -> None:
     import timm
 
     net = attach(timm.create_model("vit_tiny_patch16_224", img_size=96, num_classes=3, depth=1))
     assert (net.transform.height, net.transform.width) == (96, 96)  # type: ignore[union-attr]
-
-
-def test_load_says_that_the_path_comes_first() -> None:
-    with pytest.raises(CheckpointError, match="a path, then the model"):
-        load(Gap(), "branch.safetensors")  # type: ignore[arg-type]

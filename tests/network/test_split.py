@@ -369,7 +369,7 @@ def test_torchscript_is_refused() -> None:
     model = FunctionalRelu().eval()
     for scripted in (torch.jit.script(model), torch.jit.trace(model, torch.randn(1, 3, *WIDE))):
         with pytest.raises(
-            AttachError, match="is a TorchScript module, which cannot be tapped: attach the eager"
+            AttachError, match="is a TorchScript module, which takes no hooks: attach the eager"
         ):
             attach(scripted)
         with pytest.raises(AttachError, match=r"^1 is a TorchScript module"):

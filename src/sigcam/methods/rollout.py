@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from sigcam.core.errors import DataError
 from sigcam.core.types import GridSize
 from sigcam.network.dual import DualBranch
+from sigcam.network.feature_layer import MAX_PREFIX_TOKENS
 from sigcam.network.hooks import fresh_autocast_cache
-from sigcam.network.split import MAX_PREFIX_TOKENS
 from sigcam.network.trace import chunks, eval_mode, logits_of, tensors_in
 
 

@@ -1,4 +1,4 @@
-"""Branch files: what `DualBranch.save` writes and `load` reads."""
+"""Branch files: safetensors with the sigmoid branch's weights and what it was fitted to."""
 
 from __future__ import annotations
 
@@ -11,9 +11,37 @@ import torch
 from torch import Tensor, nn
 
 from sigcam.core.errors import CheckpointError
+from sigcam.core.files import write_atomic
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.attachment import attach, unwrap
 from sigcam.network.dual import DualBranch
+
+KEY = "sigcam-branch"  # of the metadata entry that describes the branch, as JSON
+
+
+def save_branch(net: DualBranch, path: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the branch in `dtype`; the file is replaced whole or not at all."""
+    from safetensors.torch import save
+
+    about = {
+        "fingerprint": fingerprint(net.original),
+        "heads": list(net.split.heads),
+        "layer": net.split.layer,
+        "input": list(net.input_shape),
+        "named": net.requested,
+        "classes": net.classes,
+        "class_names": list(net.class_names) if net.class_names else None,
+        "fitted": net.fitted,
+        "recipe": net.recipe,
+    }
+    tensors = {
+        name: t.detach().to("cpu", dtype if t.is_floating_point() else None, copy=True).contiguous()
+        for name, t in net.state_dict().items()
+    }
+    try:
+        write_atomic(path, save(tensors, metadata={KEY: json.dumps(about)}))
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}.") from error
 
 
 def load(
@@ -25,13 +53,59 @@ def load(
     transform: Callable[[Any], Tensor] | None = None,
     class_names: Sequence[str] | None = None,
 ) -> DualBranch:
-    """The DualBranch that `save` wrote, around the same trained classifier; CheckpointError if it is
-    another. `optimize` and `transform` as for `attach`; `class_names` where the file has none."""
-    from safetensors import SafetensorError, safe_open
+    """Load a branch that `DualBranch.save` wrote onto the classifier it was fitted to.
 
+    `example`, `optimize` and `transform` are those of `attach`; `class_names` are used where the file has
+    none. Raises CheckpointError if the file was fitted to another classifier.
+    """
     if not isinstance(path, str | Path):
         raise CheckpointError(f"load takes a path, then the model, not {type(path).__name__} first.")
     path, model = Path(path), unwrap(model)
+    about, tensors = _read(path)
+    requested, heads, classes, layer = (about[key] for key in ("named", "heads", "classes", "layer"))
+    modules = dict(model.named_modules())
+    known = {argument: name for argument, name in requested.items() if name is None or name in modules}
+    if example is None:
+        noise = torch.randn(1, *about["input"], generator=torch.Generator().manual_seed(0))
+        example = noise.to(next(model.parameters()))
+    net = attach(
+        model,
+        head=known.get("head"),
+        layer=known.get("layer"),
+        example=example,
+        optimize=optimize,
+        transform=transform,
+        class_names=about["class_names"] or class_names,
+    )
+    kind, split = type(net.model).__name__, net.split
+    if known != requested or classes != net.classes or (list(split.heads), split.layer) != (heads, layer):
+        raise CheckpointError(
+            f"{path} was fitted to a head {', '.join(heads)} with {classes} classes after the layer {layer}; "
+            f"this {kind} has {', '.join(split.heads)} with {net.classes} after {split.layer}. "
+            "Load it onto the model it was fitted to."
+        )
+    if about["fingerprint"] != fingerprint(net.original):
+        raise CheckpointError(
+            f"{path} was fitted to a {kind} with other weights, so its maps would mean nothing here. "
+            "Load it onto the model it was fitted to, or fit again."
+        )
+    bad = next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
+    if bad:
+        raise CheckpointError(f"{path} holds NaN or infinite numbers in {bad}: fit again.")
+    try:
+        net.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{path} does not fit this {kind}: {' '.join(str(error).split())[:200]}"
+        ) from error
+    net.recipe, net.fitted = about["recipe"], about["fitted"]
+    return net
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the description and the tensors of a branch file."""
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -40,49 +114,15 @@ def load(
         raise CheckpointError(f"{path} does not exist.") from None
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a readable branch file ({error}).") from error
-    if "sigcam-branch" not in metadata:
+    if KEY not in metadata:
         raise CheckpointError(
             f"{path} is a safetensors file, but not a sigcam branch: make one with `sigcam fit`."
         )
+    keys = {"fingerprint", "heads", "layer", "input", "named", "classes", "class_names", "fitted", "recipe"}
     try:
-        about = json.loads(metadata["sigcam-branch"])
-        named, heads, classes = about["named"], about["heads"], about["classes"]
-        layer, shape = about["layer"], tuple(about["input"])
-        wanted, names, recipe, fitted = (about[k] for k in ("fingerprint", "class_names", "recipe", "fitted"))
-    except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{path} does not say what it was fitted to: make it anew.") from None
-    known = {name: value for name, value in named.items() if value is None or _has_module(model, value)}
-    if example is None:
-        weight = next(model.parameters())
-        example = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0)).to(weight)
-    head, place = known.get("head"), known.get("layer")
-    net = attach(model, head=head, layer=place, example=example, optimize=optimize, transform=transform)
-    name = type(net.model).__name__
-    ours, theirs = (net.split.heads, net.split.layer), (tuple(heads), layer)
-    if known != named or classes != net.classes or ours != theirs:
-        raise CheckpointError(
-            f"{path} was fitted to a head {', '.join(heads)} with {classes} classes after the layer {layer}; "
-            f"this {name} has {', '.join(net.split.heads)} with {net.classes} after {net.split.layer}. "
-            "Load it onto the model it was fitted to."
-        )
-    if wanted != fingerprint(net.original):
-        raise CheckpointError(
-            f"{path} was fitted to a {name} with other weights, so its maps would mean nothing here. "
-            "Load it onto the model it was fitted to, or fit again."
-        )
-    bad = next((key for key, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
-    if bad:
-        raise CheckpointError(f"{path} holds NaN or infinite numbers in {bad}: fit again.")
-    try:
-        net.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{path} does not fit this {name}: {' '.join(str(error).split())[:200]}"
-        ) from error
-    net.class_names = tuple(names or class_names or ()) or None
-    net.recipe, net.fitted = recipe, fitted
-    return net
-
-
-def _has_module(model: nn.Module, name: str) -> bool:
-    return name in dict(model.named_modules())
+        about = json.loads(metadata[KEY])
+    except ValueError:
+        about = None
+    if not isinstance(about, dict) or not keys <= about.keys():
+        raise CheckpointError(f"{path} does not say what it was fitted to: fit again.")
+    return about, tensors

@@ -1,23 +1,20 @@
-"""A network with two heads: the user's own, untouched, and a sigmoid branch beside it (Eq. 1-3, 11)."""
+"""DualBranch: a classifier with its own head untouched and a sigmoid branch beside it (Eq. 1-3, 11)."""
 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from sigcam.core.errors import AttachError, CheckpointError
-from sigcam.core.files import write_atomic
+from sigcam.core.errors import AttachError
 from sigcam.core.types import GridSize
-from sigcam.models.state_dict import fingerprint
-from sigcam.network.hooks import HookedPass, fresh_autocast_cache
+from sigcam.network.hooks import GradMode, HookedPass, choose_grad_mode, fresh_autocast_cache
 from sigcam.network.layout import FeaturePoint
 from sigcam.network.output_tail import Tail
 from sigcam.network.sigmoid_head import SigmoidHead
@@ -26,9 +23,9 @@ from sigcam.network.split import Split, find_split
 
 @dataclass(frozen=True)
 class Branches:
-    """What one pass of the backbone gives: both heads' outputs, and the features they read."""
+    """The outputs of both heads and the features they read, from one pass of the backbone."""
 
-    softmax: Tensor  # (B, C) what the model itself returns
+    softmax: Tensor  # (B, C) the model's own output
     sigmoid: Tensor  # (B, C) logits of the sigmoid branch
     features: Tensor  # F (B, N, P, Q)
     pooled: Tensor  # input of the sigmoid head's first trainable layer
@@ -36,12 +33,11 @@ class Branches:
 
 @dataclass(frozen=True)
 class ForwardPass(Branches):
-    """Branches still tied by autograd to `cut`, the output of the layer at `point` as it came, before folding
-    to `features`."""
+    """Branches with the autograd graph from `cut`, the unfolded output of the layer at `point`."""
 
     cut: Tensor
-    softmax_logits: Tensor  # (B, C) equal to `softmax`, but before an activation with which the model ends
-    images: Tensor  # (B, C, H, W) what the model was given
+    softmax_logits: Tensor  # (B, C) `softmax` before the activation with which the model may end
+    images: Tensor  # (B, C, H, W) the model's input
     point: FeaturePoint
 
     @property
@@ -50,45 +46,49 @@ class ForwardPass(Branches):
         return GridSize.of(self.images)
 
 
-@dataclass(frozen=True)
-class GradMode:
-    """How autograd gets at the part of the model after some places."""
-
-    inline: bool = True  # gradients from the pass that predicts; False: recording them changes the arithmetic
-    forced: bool = False  # the model leaves F under a no_grad of its own
-
-
-# ----------------------------------------------------------------------------------------- the network
-
-
 class DualBranch(nn.Module):
-    """The user's classifier and a sigmoid branch on the same features; calling it gives both from one pass.
+    """A classifier and a sigmoid branch on the same features; one call gives both outputs.
 
     Only the sigmoid head is registered: `parameters()`, `train()` and `state_dict()` reach nothing else.
-    Make one with `attach` or `load`.
+    Create one with `attach` or `load`.
+
+    Args:
+        model: the network to run; a private copy of `original` where that was optimised.
+        requested: `head` and `layer` as passed to `attach`.
+        softmax_tail: recomputes logits where the model returns probabilities.
     """
 
-    def __init__(self, model: nn.Module, split: Split, sigmoid: SigmoidHead) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        split: Split,
+        sigmoid: SigmoidHead,
+        *,
+        example: Tensor,
+        original: nn.Module | None = None,
+        requested: dict[str, str | None] | None = None,
+        softmax_tail: Tail | None = None,
+        transform: Callable[[Any], Tensor] | None = None,
+        class_names: Sequence[str] | None = None,
+    ) -> None:
         super().__init__()
-        self.sigmoid = sigmoid
-        self.split = split
-        self.requested: dict[str, str | None] = {"head": None, "layer": None}  # what the user told `attach`
+        self.sigmoid, self.split, self.example = sigmoid, split, example
+        self.model = model
+        self.original = original or model
+        self.requested = requested or {"head": None, "layer": None}
+        self.transform = transform
+        self.class_names = tuple(class_names) if class_names else None
         self.fitted = False
-        self.class_names: tuple[str, ...] | None = None
         self.recipe: dict[str, Any] = {}
-        self.transform: Callable[[Any], Tensor] | None = None
-        self.input_shape = (3, 224, 224)  # of the image that it was attached with
-        self.warned = False  # that the branch is not fitted
-        self.linear = frozenset[str]()  # branches whose logits are W mean(F) + b, checked at attach
-        self.example: Tensor | None = None  # that it was attached with
-        self._recording = dict[tuple[FeaturePoint, ...], GradMode]()
-        self._places = dict[str, FeaturePoint]()
-        self._softmax_tail: Tail | None = None
-        self.model = self.original = model  # `original` is the user's, where `model` is a private copy
+        self.warned = False  # whether the warning about an unfitted branch was given
+        self.linear = frozenset[str]()  # branches whose logits are W mean(F) + b, checked by `attach`
+        self._softmax_tail = softmax_tail
+        self._grad_modes = dict[tuple[FeaturePoint, ...], GradMode]()
+        self._feature_points = {split.layer: split.point}
         self.eval()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("model", "original", "transform"):  # modules, but the user's: not registered
+        if name in ("model", "original", "transform"):  # the user's modules are not registered
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
@@ -111,147 +111,130 @@ class DualBranch(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the sigmoid branch lives, and images are expected."""
+        """The device of the sigmoid branch, on which images are expected."""
         return next(self.sigmoid.parameters()).device
 
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of the example that the branch was attached with."""
+        channels, height, width = self.example.shape[1:]
+        return channels, height, width
+
     def last_layer(self, branch: Literal["softmax", "sigmoid"]) -> nn.Module:
-        """The branch's output layer (the first of several)."""
+        """The branch's output layer; the first of several."""
         name, head = self.split.last[0], self.split.heads[0]
         if branch == "softmax":
             return self.model.get_submodule(name)
         return self.sigmoid.copies[0].get_submodule(name[len(head) :].lstrip("."))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> DualBranch:
-        self.model._apply(fn, recurse)  # net.to(device) moves both, or the two could not meet
+        self.model._apply(fn, recurse)  # net.to(device) moves the model too
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def forward(self, images: Tensor) -> Branches:
-        """Both branches for (B, C, H, W) images; `.softmax` is bit-equal to the bare model's output in eval
+        """Return both branches for (B, C, H, W) images; `.softmax` is bit-equal to the model's output in eval
         mode."""
-        passage = self.run(images)
-        return Branches(passage.softmax, passage.sigmoid, passage.features, passage.pooled)
+        fp = self.run(images)
+        return Branches(fp.softmax, fp.sigmoid, fp.features, fp.pooled)
 
     def run(self, images: Tensor, *, grad: bool = False) -> ForwardPass:
-        """One pass. With `grad`, both heads' logits can be differentiated with respect to `.cut`."""
+        """Run one pass. With `grad`, both heads' logits are differentiable with respect to `.cut`."""
         return self.run_at((self.split.point,), images, grad=grad)[0]
 
     def run_at(
         self,
-        places: Sequence[FeaturePoint],
+        points: Sequence[FeaturePoint],
         images: Tensor,
         *,
         grad: bool = False,
         swap: Tensor | None = None,
     ) -> list[ForwardPass]:
-        """One pass, seen from several places: they differ in `.features` and `.cut` alone.
+        """Run one pass and return it once per feature point, with that point's `.features` and `.cut`.
 
         Args:
-            swap: what the model goes on with instead of the (one) place's output; the logits are then theirs.
+            swap: replaces the output at the (only) point; the logits are those of the replacement.
         """
         recording = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad(), fresh_autocast_cache():
-            how = self.grad_mode(tuple(places)) if grad else GradMode()
-            tap = self._tap(places, images, grad=grad and how.inline, forced=how.forced, swap=swap)
-            bare = tap.logits
-            if grad and not how.inline:
-                tap = self._tap(places, images, grad=True, forced=how.forced)
+            mode = self.grad_mode(tuple(points)) if grad else GradMode()
+            hooked = self._hooked(points, images, grad=grad and mode.inline, forced=mode.forced, swap=swap)
+            softmax = hooked.logits
+            if grad and not mode.inline:
+                hooked = self._hooked(points, images, grad=True, forced=mode.forced)
             with torch.set_grad_enabled(grad or recording):
-                sigmoid, pooled = self.sigmoid(tap.inputs)
+                sigmoid, pooled = self.sigmoid(hooked.inputs)
                 tail = self._softmax_tail
-                logits = tap.logits if tail is None else tail(tap.outputs).reshape(-1, self.classes)
+                logits = hooked.logits if tail is None else tail(hooked.outputs).reshape(-1, self.classes)
                 size = GridSize.of(images)
                 return [
-                    ForwardPass(bare.detach(), sigmoid, p.fold(cut, size), pooled, cut, logits, images, p)
-                    for p, cut in zip(places, tap.cuts, strict=True)
+                    ForwardPass(softmax.detach(), sigmoid, p.fold(cut, size), pooled, cut, logits, images, p)
+                    for p, cut in zip(points, hooked.cuts, strict=True)
                 ]
 
-    def rescore(self, passage: ForwardPass, index: int, features: Tensor) -> ForwardPass:
-        """The logits of image `index` had its features been (R, N, P, Q) others: the part of the model after
-        F runs on those, the part before it on the one image."""
-        fold, image = passage.point.fold, passage.images[index : index + 1]
-        swap = fold.undone(features, fold.one_image(passage.cut.detach(), index))
-        try:
-            return self.run_at((passage.point,), image, swap=swap)[0]
-        except RuntimeError:  # what bypasses F has the batch's size: run the model on as many images
-            return self.run_at((passage.point,), image.expand(len(features), -1, -1, -1), swap=swap)[0]
+    def rescore(self, forward_pass: ForwardPass, index: int, features: Tensor) -> ForwardPass:
+        """Return the logits that image `index` would get with other features, (R, N, P, Q).
 
-    def _tap(
+        The part of the model after F runs on all R of them, the part before it on the one image.
+        """
+        point, image = forward_pass.point, forward_pass.images[index : index + 1]
+        swap = point.fold.unfold(features, point.fold.one_image(forward_pass.cut.detach(), index))
+        try:
+            return self.run_at((point,), image, swap=swap)[0]
+        except RuntimeError:  # a path around F has the batch's size: run the model on R images
+            return self.run_at((point,), image.expand(len(features), -1, -1, -1), swap=swap)[0]
+
+    def _hooked(
         self,
-        places: Sequence[FeaturePoint],
+        points: Sequence[FeaturePoint],
         images: Tensor,
         *,
         grad: bool = False,
         forced: bool = False,
         swap: Tensor | None = None,
     ) -> HookedPass:
-        hides = getattr(self.model, "hides_nan", False) and not bool(images.isfinite().all())
-        model = self.original if hides else self.model
-        how: Any = {"grad": grad, "forced": forced, "outputs": self._softmax_tail is not None, "swap": swap}
-        return HookedPass(model, self.split, places, **how).run(images)
+        hides_nan = getattr(self.model, "hides_nan", False) and not bool(images.isfinite().all())
+        model, outputs = self.original if hides_nan else self.model, self._softmax_tail is not None
+        hooked = HookedPass(model, self.split, points, grad=grad, forced=forced, outputs=outputs, swap=swap)
+        return hooked.run(images)
 
     def feature_point(self, layer: str | nn.Module) -> FeaturePoint:
-        """Where the features of another layer, given by name or itself, leave the network."""
+        """Return the point at which the features of another layer, given by name or itself, can be taken."""
         names = {module: name for name, module in self.model.named_modules()}
         name = layer if isinstance(layer, str) else names.get(layer)
         if name is None:
             raise AttachError(f"this {type(layer).__name__} is no module of {type(self.model).__name__}.")
-        if name in (self.split.layer, *self._places):
-            return self._places.get(name, self.split.point)
-        with torch.inference_mode(False), fresh_autocast_cache():
-            split, _ = find_split(
-                self.model, head=self.requested["head"], layer=name, example=self._example()
-            )
-        if split.heads != self.split.heads:
-            raise AttachError(
-                f"layer={name!r} lies inside or after the head {', '.join(self.split.heads)}: name one "
-                f"before it."
-            )
-        self._places[name] = split.point
-        return split.point
+        if name not in self._feature_points:
+            with torch.inference_mode(False), fresh_autocast_cache():
+                example = self.example.to(next(self.model.parameters()))
+                split, _ = find_split(self.model, head=self.requested["head"], layer=name, example=example)
+            if split.heads != self.split.heads:
+                raise AttachError(
+                    f"layer={name!r} lies inside or after the head {', '.join(self.split.heads)}: name one "
+                    f"before it."
+                )
+            self._feature_points[name] = split.point
+        return self._feature_points[name]
+
+    def grad_mode(self, points: tuple[FeaturePoint, ...]) -> GradMode:
+        """Return how autograd records from the points on; tried once, on the example."""
+        if points not in self._grad_modes:
+            example = self.example.to(next(self.model.parameters()))
+            with torch.no_grad():
+                self._grad_modes[points] = choose_grad_mode(partial(self._hooked, points, example))
+        return self._grad_modes[points]
 
     def with_model(self, model: nn.Module) -> DualBranch:
-        """The same branch beside another model whose modules have the same names: a finer copy, say."""
+        """Return the same branch beside another model with the same module names, such as a finer copy."""
         other = copy.copy(self)
         other.model = model
         return other
 
-    def _example(self) -> Tensor:
-        """What it was attached with, where the model is now."""
-        assert self.example is not None
-        return self.example.to(next(self.model.parameters()))
-
-    def grad_mode(self, places: tuple[FeaturePoint, ...]) -> GradMode:
-        """How autograd gets at what follows the places; tried on the example when first asked."""
-        if places not in self._recording:
-            self._recording[places] = _choose_recording(self, places)
-        return self._recording[places]
-
     def save(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Writes the branch alone, and what is needed to check that it fits, as safetensors in `dtype`."""
-        from safetensors.torch import save
+        """Write the sigmoid branch, and what `load` needs to check that it fits, to a safetensors file."""
+        from sigcam.network.branch_file import save_branch
 
-        path = Path(path)
-        about = {
-            "fingerprint": fingerprint(self.original),
-            "heads": list(self.split.heads),
-            "layer": self.split.layer,
-            "input": list(self.input_shape),
-            "named": self.requested,
-            "classes": self.classes,
-            "class_names": list(self.class_names) if self.class_names else None,
-            "fitted": self.fitted,
-            "recipe": self.recipe,
-        }
-        state = {name: tensor.detach().cpu() for name, tensor in self.state_dict().items()}
-        tensors = {
-            name: t.to(dtype if dtype and t.is_floating_point() else t.dtype, copy=True).contiguous()
-            for name, t in state.items()
-        }
-        try:
-            write_atomic(path, save(tensors, metadata={"sigcam-branch": json.dumps(about)}))
-        except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {error.strerror or error}.") from error
+        save_branch(self, Path(path), dtype)
 
     def __repr__(self) -> str:
         state = "fitted" if self.fitted else "not fitted"
@@ -260,27 +243,6 @@ class DualBranch(nn.Module):
             f"DualBranch({type(self.model).__name__}: layer={self.split.layer!r}, head={heads!r}, "
             f"{self.classes} {'logit' if self.classes == 1 else 'classes'}, {state})"
         )
-
-
-# ------------------------------------------------------------------------------------- attach and load
-
-
-def _choose_recording(net: DualBranch, places: tuple[FeaturePoint, ...]) -> GradMode:
-    """Whether gradients can come from the pass that predicts, bit for bit; checked by doing it."""
-    example = net._example()
-    with torch.no_grad():
-        bare = net._tap(places, example)
-        for forced in (False, True):
-            tap = net._tap(places, example, grad=True, forced=forced)
-            entering = [leaf for leaf in pytree.tree_leaves(tap.inputs) if isinstance(leaf, Tensor)]
-            if any(leaf.requires_grad for leaf in entering):
-                before = [leaf for leaf in pytree.tree_leaves(bare.inputs) if isinstance(leaf, Tensor)]
-                same = all(torch.equal(a, b) for a, b in zip(before, entering, strict=True))
-                return GradMode(same and torch.equal(bare.logits, tap.logits), forced)
-    raise AttachError(
-        f"no gradient passes from layer {places[0].layer!r} to the head {net.split.heads[0]!r}. "
-        "Name another layer: attach(model, layer='...')."
-    )
 
 
 def linear_weight(layer: nn.Module) -> tuple[Tensor, Tensor] | None:

@@ -1,10 +1,11 @@
-"""Tap: what hooks take from one pass of a user's network, and what they may put in its place."""
+"""One pass of a user's network with hooks: take features, head inputs and logits, or swap features in."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,28 +14,29 @@ from torch.overrides import TorchFunctionMode
 
 from sigcam.core.errors import AttachError
 from sigcam.network.layout import FeaturePoint
+from sigcam.network.module_kinds import ACTIVATIONS
 from sigcam.network.sigmoid_head import Inputs, on_tensors
-from sigcam.network.split import ACTIVATIONS, Split
-from sigcam.network.trace import eval_mode, logits_of
+from sigcam.network.split import Split
+from sigcam.network.trace import eval_mode, logits_of, tensors_in
 
 
 class HookedPass(TorchFunctionMode):
-    """The features at each place, what enters the heads, what leaves the output layers, and the logits.
+    """The features at each point, the heads' inputs, the output layers' outputs, and the logits.
 
-    With `grad`, autograd records from the first place on, whose output is cut off from what made it. A
-    function mode only where one is needed.
+    With `grad`, autograd records from the first point on, whose output is detached from what precedes it.
+    The function mode is entered only where it is needed.
 
     Args:
         outputs: keep what the output layers return.
-        forced: record even where the model itself says no_grad.
-        swap: features to put in place of the (one) place's output, any number of them.
+        forced: record even where the model itself uses no_grad.
+        swap: features that replace the output at the (only) point, any number of them.
     """
 
     def __init__(
         self,
         model: nn.Module,
         split: Split,
-        places: Sequence[FeaturePoint],
+        points: Sequence[FeaturePoint],
         *,
         grad: bool,
         forced: bool = False,
@@ -42,75 +44,74 @@ class HookedPass(TorchFunctionMode):
         swap: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.split, self.places = model, split, tuple(places)
+        self.model, self.split, self.points = model, split, tuple(points)
         self.grad, self.forced, self.last, self.swap = grad, forced, split.last if outputs else (), swap
         self.thread = threading.get_ident()
         self.inputs: list[Inputs] = []
         self.outputs: list[Tensor] = []
         self.logits: Tensor
         self._cuts: dict[FeaturePoint, Tensor] = {}
-        self._awaited: tuple[Tensor, FeaturePoint] | None = None
+        self._before_activation: tuple[Tensor, FeaturePoint] | None = None
 
     @property
     def cuts(self) -> list[Tensor]:
-        """The layers' outputs as they came, place by place."""
-        return [self._cuts[place] for place in self.places]
+        """The layers' unfolded outputs, point by point."""
+        return [self._cuts[point] for point in self.points]
 
     def run(self, images: Tensor) -> HookedPass:
-        """Runs the model with our hooks on it, and only for as long as that takes."""
+        """Run the model; the hooks are on it only during this call."""
         with ExitStack() as stack:
             handles = stack.enter_context(eval_mode(self.model))
-            self._hook_into(handles)
-            if any(place.activation for place in self.places) or (self.grad and self.forced):
+            self._register_hooks(handles)
+            if any(point.activation for point in self.points) or (self.grad and self.forced):
                 stack.enter_context(self)
-            stack.enter_context(torch.no_grad())  # also what ends the recording that a hook began
+            stack.enter_context(torch.no_grad())  # also ends the recording that a hook switches on
             output = self.model(images.clone())  # a model may change its input in place
         self._check()
-        self.logits = logits_of(output, len(images) if self.swap is None else self._variants())
+        self.logits = logits_of(output, len(images) if self.swap is None else self._swapped_batch())
         return self
 
-    def _variants(self) -> int:
+    def _swapped_batch(self) -> int:
         assert self.swap is not None
-        return self.swap.shape[1 if self.places[0].fold.layout == "LNC" else 0]
+        return self.swap.shape[1 if self.points[0].fold.layout == "LNC" else 0]
 
-    def _hook_into(self, handles: list[Any]) -> None:
-        """Registers our hooks, each into the list as it is made, so that an error leaves none behind."""
-        for place in self.places:
-            layer = self.model.get_submodule(place.layer)
-            handles.append(layer.register_forward_hook(self._at(place)))
+    def _register_hooks(self, handles: list[Any]) -> None:
+        """Register our hooks, each put into the list at once, so that an error leaves none behind."""
+        for point in self.points:
+            layer = self.model.get_submodule(point.layer)
+            handles.append(layer.register_forward_hook(self._hook_at(point)))
         for name in self.split.heads:
             head = self.model.get_submodule(name)
             handles.append(head.register_forward_pre_hook(self._before_head, with_kwargs=True))
         last = [self.model.get_submodule(name) for name in self.last]
         handles.extend(layer.register_forward_hook(self._after_last) for layer in last)
 
-    def _at(self, place: FeaturePoint) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
+    def _hook_at(self, point: FeaturePoint) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
         calls = 0
 
         def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
             nonlocal calls
             if threading.get_ident() != self.thread:
-                return None  # somebody else is using the model meanwhile
+                return None  # another thread is running the model
             calls += 1
-            if calls != place.call:
+            if calls != point.call:
                 return None
-            if place.activation:
-                self._awaited = (out, place)
+            if point.activation:
+                self._before_activation = (out, point)
                 return None
-            return self._take(out, place)
+            return self._take(out, point)
 
         return hook
 
-    def _take(self, out: Tensor, place: FeaturePoint) -> Tensor:
-        """Keeps F, cut off from what made it, and hands the model a copy, which an in-place step may
-        change."""
+    def _take(self, out: Tensor, point: FeaturePoint) -> Tensor:
+        """Keep F, detached, and give the model a copy, which it may change in place."""
         if self.swap is not None:
-            self._cuts[place] = out
+            self._cuts[point] = out
             return self.swap.to(out.dtype).clone()
         if self.grad and not out.requires_grad:
             out = out.detach().requires_grad_()
-            torch.set_grad_enabled(True)  # from here on; the no_grad around the pass ends it
-        self._cuts[place] = out if self.grad else out.detach()
+            torch.set_grad_enabled(True)  # until the no_grad around the pass ends it
+        self._cuts[point] = out if self.grad else out.detach()
         return out.clone()
 
     def _before_head(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -124,12 +125,12 @@ class HookedPass(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if self._awaited and args and args[0] is self._awaited[0] and func.__name__ in ACTIVATIONS:
-            place, self._awaited = self._awaited[1], None
+        kwargs, waiting = kwargs or {}, self._before_activation
+        if waiting and args and args[0] is waiting[0] and func.__name__ in ACTIVATIONS:
+            self._before_activation = None
             with torch.set_grad_enabled(self.grad and bool(self._cuts)):
                 out = func(*args, **kwargs)
-            return self._take(out, place)
+            return self._take(out, waiting[1])
         if self._cuts and self.grad:
             if self.forced and func.__name__ == "detach":  # a frozen trunk may end in one
                 return args[0]
@@ -138,7 +139,7 @@ class HookedPass(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _check(self) -> None:
-        missing = next((place.layer for place in self.places if place not in self._cuts), None)
+        missing = next((point.layer for point in self.points if point not in self._cuts), None)
         if missing is not None:
             raise AttachError(f"layer {missing!r} did not run in this pass as it did when it was found.")
         if len(self.inputs) != len(self.split.heads):
@@ -148,13 +149,40 @@ class HookedPass(TorchFunctionMode):
             )
 
 
+@dataclass(frozen=True)
+class GradMode:
+    """How autograd records the part of the model after some feature points."""
+
+    inline: bool = True  # in the pass that predicts; False: recording changes the arithmetic, run another
+    forced: bool = False  # the model computes F or what follows under a no_grad of its own
+
+
+def choose_grad_mode(run: Callable[..., HookedPass]) -> GradMode:
+    """Find out whether the pass that predicts can also record gradients and stay bit-equal.
+
+    Args:
+        run: runs a hooked pass on the example; takes `grad` and `forced`.
+    """
+    plain = run()
+    for forced in (False, True):
+        recorded = run(grad=True, forced=forced)
+        entering = list(tensors_in(recorded.inputs))
+        if any(tensor.requires_grad for tensor in entering):
+            same = all(torch.equal(a, b) for a, b in zip(tensors_in(plain.inputs), entering, strict=True))
+            return GradMode(same and torch.equal(plain.logits, recorded.logits), forced)
+    raise AttachError(
+        f"no gradient passes from layer {plain.points[0].layer!r} to the head {plain.split.heads[0]!r}. "
+        "Name another layer: attach(model, layer='...')."
+    )
+
+
 @contextmanager
 def fresh_autocast_cache() -> Iterator[None]:
-    """Autocast keeps no cast weights: ours change when fitted, and the user's must not lose their graph to a
-    pass without gradient."""
-    kept = torch.is_autocast_cache_enabled()
+    """Disable autocast's cache of cast weights: fitting changes ours, and the user's would be cached without
+    a graph."""
+    enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(kept)
+        torch.set_autocast_cache_enabled(enabled)

@@ -1,5 +1,4 @@
-"""Fold: how a layer's output becomes (B, N, P, Q) and back; Place: at which call of which layer that
-happens."""
+"""FeatureLayout folds a layer's output to (B, N, P, Q); FeaturePoint says which call of which layer."""
 
 from __future__ import annotations
 
@@ -16,7 +15,8 @@ AxisOrder = Literal["NCHW", "NHWC", "NLC", "LNC"]  # here N is the batch, C the 
 
 @dataclass(frozen=True)
 class FeatureLayout:
-    """How a layer's output folds to (B, N, P, Q): its layout, tokens before the grid, and the grid probed."""
+    """The axis order of a layer's output, its number of tokens before the grid, and the grid it had when
+    probed with an image of size `image`."""
 
     layout: AxisOrder
     grid: GridSize
@@ -24,7 +24,7 @@ class FeatureLayout:
     prefix: int = 0
 
     def __call__(self, output: Tensor, image: GridSize) -> Tensor:
-        """The output as (B, N, P, Q), for an input of `image` (height, width) pixels."""
+        """Fold the output to (B, N, P, Q), for an input of `image` (height, width) pixels."""
         if self.layout == "NCHW":
             return output
         if self.layout == "NHWC":
@@ -37,32 +37,32 @@ class FeatureLayout:
         """(P, Q) of a sequence of `tokens` grid tokens: the probed grid, scaled as the image was."""
         if tokens == self.grid[0] * self.grid[1] and image == self.image:
             return self.grid
-        wanted = self.grid[0] * image[0] / self.image[0]
+        expected = self.grid[0] * image[0] / self.image[0]
         divisors = (rows for rows in range(1, tokens + 1) if tokens % rows == 0)
-        rows = min(divisors, key=lambda rows: abs(rows - wanted))
+        rows = min(divisors, key=lambda rows: abs(rows - expected))
         return GridSize(rows, tokens // rows)
 
     def one_image(self, output: Tensor, index: int) -> Tensor:
         """The layer's output for one image of the batch, as a batch of one."""
         return output.narrow(1 if self.layout == "LNC" else 0, index, 1)
 
-    def undone(self, maps: Tensor, like: Tensor) -> Tensor:
-        """What the layer would return for (R, N, P, Q) features; `like`, one image's output, gives the tokens
-        before the grid."""
+    def unfold(self, features: Tensor, like: Tensor) -> Tensor:
+        """Turn (R, N, P, Q) features into the layer's own layout; the tokens before the grid come from
+        `like`, its output for one image."""
         if self.layout == "NCHW":
-            return maps
+            return features
         if self.layout == "NHWC":
-            return maps.permute(0, 2, 3, 1)
-        tokens = maps.flatten(2).transpose(1, 2)  # (R, P*Q, N)
+            return features.permute(0, 2, 3, 1)
+        tokens = features.flatten(2).transpose(1, 2)  # (R, P*Q, N)
         before = (like if self.layout == "NLC" else like.transpose(0, 1))[:, : self.prefix]
-        tokens = torch.cat([before.expand(len(maps), -1, -1), tokens], 1)
+        tokens = torch.cat([before.expand(len(features), -1, -1), tokens], 1)
         return tokens if self.layout == "NLC" else tokens.transpose(0, 1)
 
 
 @dataclass(frozen=True)
 class FeaturePoint:
-    """Where features leave a network: a module's output at its `call`-th call of a pass, or what the
-    functional activation right after it returns, and how that folds."""
+    """Where features are taken: a module's output at its `call`-th call of a pass, or what the functional
+    activation right after it returns."""
 
     layer: str
     call: int

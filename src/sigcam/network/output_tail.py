@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from sigcam.core.errors import AttachError
-from sigcam.network.split import OUTPUT_ACTIVATIONS, Split
+from sigcam.network.module_kinds import OUTPUT_ACTIVATIONS
+from sigcam.network.split import Split
 from sigcam.network.trace import eval_mode, logits_of
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sigcam.core.errors import AttachError
+from sigcam.network.module_kinds import is_activation, is_norm
 from sigcam.network.output_tail import Tail
-from sigcam.network.split import is_activation, is_norm
 
 Init = Literal["fresh", "copy"]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # what one call of a head module was given

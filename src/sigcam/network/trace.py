@@ -1,4 +1,4 @@
-"""Running a user's network under watch: in eval mode, alone, every module's output and every step noted."""
+"""Run a user's network in eval mode, under a lock, and record module outputs and torch functions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -15,24 +16,27 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sigcam.core.errors import AttachError
+from sigcam.core.files import error_line
 from sigcam.core.types import GridSize
+from sigcam.network.module_kinds import has_parameters, is_within
 
-SIZES_TO_TRY = (224, 32, 28, 64, 96, 128, 256, 299, 384)  # after what the model itself declares
+SIZES_TO_TRY = (224, 32, 28, 64, 96, 128, 256, 299, 384)  # after the sizes that the model declares
 MAX_IMAGE_CHANNELS = 16  # a convolution with more inputs does not read the image
 
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
-_LOCKS_GUARD = threading.Lock()  # networks around one model share one lock, so it cannot live in either
+_LOCKS_GUARD = threading.Lock()  # networks that share a model share its lock, so neither can own it
 
 
 def lock_of(model: nn.Module) -> threading.RLock:
-    """The one lock under which sigcam hooks into this model."""
+    """Return the one lock under which sigcam hooks into this model."""
     with _LOCKS_GUARD:
         return _LOCKS.setdefault(model, threading.RLock())
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[list[Any]]:
-    """The model in eval mode, ours alone; hooks put into the yielded list are removed, modes come back."""
+    """Lock the model and put it in eval mode; on exit, restore the modes and remove the hooks whose handles
+    were put into the yielded list."""
     handles: list[Any] = []
     with lock_of(model):
         training = [module for module in model.modules() if module.training]
@@ -48,7 +52,7 @@ def eval_mode(model: nn.Module) -> Iterator[list[Any]]:
 
 
 def chunks(images: Tensor) -> tuple[Tensor, ...]:
-    """The batch in parts that suit its device.
+    """Split the batch into parts that suit its device.
 
     On a CPU the activations of many images cost more in fresh memory pages than a large batch saves: with
     EfficientNet-Lite0 at 224 pixels on two cores, 8 images at a time are twice as fast as 32.
@@ -57,56 +61,56 @@ def chunks(images: Tensor) -> tuple[Tensor, ...]:
 
 
 def logits_of(output: Any, batch: int) -> Tensor:
-    """The (B, C) logits in what a model returned: a tensor, a tuple, a dict, or an object with `.logits`."""
-    found = output
+    """The (B, C) logits in a model's output: a tensor, a tuple, a dict, or an object with `.logits`."""
+    logits = output
     if isinstance(output, Mapping):
         named = [output[key] for key in ("logits", "out", "output", "pred", "preds") if key in output]
-        found = named[0] if named else _first_flat(output.values(), output)
+        logits = named[0] if named else _first_flat(output.values(), output)
     elif not isinstance(output, Tensor) and hasattr(output, "logits"):
-        found = output.logits
+        logits = output.logits
     elif isinstance(output, tuple | list):
-        found = _first_flat(output, output)
-    if not isinstance(found, Tensor):
+        logits = _first_flat(output, output)
+    if not isinstance(logits, Tensor):
         raise AttachError(
             f"the model returned {type(output).__name__}, in which no logits were found. Let it return a "
             "tensor, a tuple that starts with it, a dict with 'logits', or an object with .logits."
         )
-    if found.ndim < 2 and (batch == 1 or found.shape == (batch,)):
-        return found.reshape(batch, -1)  # squeezed: one logit per image, or one image
-    if found.ndim > 2 and found.shape[2:].numel() == 1:
-        found = found.flatten(1)
-    if found.ndim != 2 or len(found) != batch:
+    if logits.ndim < 2 and (batch == 1 or logits.shape == (batch,)):
+        return logits.reshape(batch, -1)  # squeezed: one logit per image, or one image
+    if logits.ndim > 2 and logits.shape[2:].numel() == 1:
+        logits = logits.flatten(1)
+    if logits.ndim != 2 or len(logits) != batch:
         raise AttachError(
-            f"the model returned {tuple(found.shape)} for {batch} image(s), not (B, C) logits: sigcam "
+            f"the model returned {tuple(logits.shape)} for {batch} image(s), not (B, C) logits: sigcam "
             "explains image classifiers. Attach one, or let this model return its logits first."
         )
-    return found
+    return logits
 
 
 def _first_flat(values: Iterable[Any], default: Any) -> Any:
-    """The first tensor that may be logits, past feature maps that come along; else the first tensor."""
+    """The first tensor that may be logits, skipping feature maps; else the first tensor."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     flat = [tensor for tensor in tensors if tensor.ndim <= 2 or tensor.shape[2:].numel() == 1]
     return next(iter(flat + tensors), default)
 
 
-@dataclass
+@dataclass(eq=False)
 class ModuleOutput:
-    """What one call of one module returned while probing."""
+    """The output of one call of a module."""
 
     name: str
     module: nn.Module
     call: int
-    value: int  # equal for outputs that are one and the same tensor, handed up through containers
+    value: int  # equal for outputs that are the same tensor, passed up through containers
     tensor: Tensor
-    inputs: tuple[int, ...]  # values that entered
+    inputs: tuple[int, ...]  # values of its arguments
     start: int
     end: int
 
 
 @dataclass
 class Call:
-    """One torch function that ran while probing and returned tensors."""
+    """One call of a torch function that returned tensors."""
 
     name: str
     inputs: tuple[int, ...]
@@ -116,7 +120,7 @@ class Call:
 
 @dataclass
 class Trace(TorchFunctionMode):
-    """Everything one pass did: module outputs in order of return, and torch functions in order of call."""
+    """A record of one pass: module outputs in order of return, torch functions in order of call."""
 
     outputs: list[ModuleOutput] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -127,11 +131,11 @@ class Trace(TorchFunctionMode):
         self._values: dict[int, tuple[Tensor, int, int]] = {}  # id -> tensor (kept alive), version, value
         self._open: dict[nn.Module, list[tuple[int, tuple[int, ...]]]] = {}
         self._counts: dict[str, int] = {}
-        self._passed: dict[int, int] = {}  # id -> version of what a hook handed on
+        self._passed: dict[int, int] = {}  # id -> version of what a hook passed on
         self._next = 0
 
     def value(self, tensor: Tensor) -> int:
-        """A number for the tensor's present content: a new one after each in-place change."""
+        """Return a number for the tensor's present content: a new one after each in-place change."""
         known = self._values.get(id(tensor))
         if known is None or known[1] != tensor._version:
             known = (tensor, tensor._version, self._next)
@@ -143,35 +147,55 @@ class Trace(TorchFunctionMode):
         """The tensors that carry these values and are part of the graph."""
         return [t for t, _, value in self._values.values() if value in values and t.requires_grad]
 
+    @cached_property
+    def runs(self) -> dict[str, int]:
+        """How often each module that returned a tensor ran."""
+        return {output.name: output.call for output in self.outputs}  # the last call's number
+
+    def last_output(self, name: str) -> ModuleOutput | None:
+        """The last output of the module of that name."""
+        return next((output for output in reversed(self.outputs) if output.name == name), None)
+
+    def outermost(self, output: ModuleOutput, *, without: str | None = None) -> ModuleOutput:
+        """The output of the outermost module that returned the same tensor, runs once per pass and does not
+        contain the module `without`."""
+        same = [
+            o
+            for o in self.outputs
+            if o.value == output.value and self.runs[o.name] == 1 and o.name
+            if without is None or not is_within(without, o.name)
+        ]
+        return min(same, key=lambda o: (not has_parameters(o.module), o.name.count(".")), default=output)
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
         inputs = tuple(self.value(tensor) for tensor in tensors_in((args, kwargs or {})))
-        with torch.inference_mode(False), torch.enable_grad():  # whatever the model itself has switched off
+        with torch.inference_mode(False), torch.enable_grad():  # whatever the model has switched off
             out = func(*args, **(kwargs or {})) if name != "detach" else args[0].view_as(args[0])
-        made = tuple(self.value(tensor) for tensor in tensors_in(out))
-        if made:
+        outputs = tuple(self.value(tensor) for tensor in tensors_in(out))
+        if outputs:
             self.clock += 1
-            self.calls.append(Call(name, inputs, made, self.clock))
+            self.calls.append(Call(name, inputs, outputs, self.clock))
         return out
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.clock += 1
-        entered = tuple(self.value(tensor) for tensor in tensors_in((args, kwargs)))
-        self._open.setdefault(module, []).append((self.clock, entered))
+        inputs = tuple(self.value(tensor) for tensor in tensors_in((args, kwargs)))
+        self._open.setdefault(module, []).append((self.clock, inputs))
 
-    def leave(self, name: str, module: nn.Module, out: Any) -> Any:
+    def _leave(self, name: str, module: nn.Module, out: Any) -> Any:
         start, inputs = self._open[module].pop()
         self.clock += 1
         call = self._counts[name] = self._counts.get(name, 0) + 1
         if not isinstance(out, Tensor) or not out.dtype.is_floating_point:
             return None
         with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
-            handed_up = self._passed.get(id(out)) == out._version
+            unchanged = self._passed.get(id(out)) == out._version
             if not out.requires_grad:  # the model cut its own graph: start another one here
                 out = out.detach().clone().requires_grad_()
-            passed_on = out if handed_up else out.clone()  # so that an in-place step leaves ours alone
+            passed_on = out if unchanged else out.clone()  # an in-place step must not change ours
         value = self.value(out)
         self._values[id(passed_on)] = (passed_on, passed_on._version, value)
         self._passed[id(passed_on)] = passed_on._version
@@ -192,30 +216,60 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def run_traced(model: nn.Module, example: Tensor) -> tuple[Trace, Any]:
-    """The trace of one eval-mode pass, with gradient, and what the model returned."""
+    """Run one eval-mode pass with gradient; return its trace and the model's output."""
     trace = Trace()
     with torch.inference_mode(False), torch.enable_grad(), eval_mode(model) as handles:
         for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 raise AttachError(
-                    f"{name or 'the model'} is a TorchScript module, which cannot be tapped: attach the "
+                    f"{name or 'the model'} is a TorchScript module, which takes no hooks: attach the "
                     "eager model."
                 )
-            handles.append(module.register_forward_pre_hook(trace.enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(_leave(trace, name)))
+            handles.append(module.register_forward_pre_hook(trace._enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(_leaving(trace, name)))
         with trace:
-            output = model(example.detach().requires_grad_().clone())  # no leaf: it may be changed in place
+            output = model(example.detach().requires_grad_().clone())  # a leaf could not be changed in place
     return trace, output
 
 
-def _leave(trace: Trace, name: str) -> Callable[[nn.Module, Any, Any], Any]:
-    return lambda module, args, out: trace.leave(name, module, out)
+def _leaving(trace: Trace, name: str) -> Callable[[nn.Module, Any, Any], Any]:
+    return lambda module, args, out: trace._leave(name, module, out)
+
+
+def gradients(score: Tensor, tensors: list[Tensor]) -> list[Tensor | None]:
+    """The gradient of a sum of scores with respect to each tensor; None where there is none."""
+    if not tensors:
+        return []
+    with torch.inference_mode(False), torch.enable_grad():
+        return list(torch.autograd.grad(score.sum(), tensors, allow_unused=True, retain_graph=True))
+
+
+def ancestry(outputs: list[ModuleOutput]) -> dict[int, set[int]]:
+    """For each output's value, the values among these that it was computed from, by autograd's graph."""
+    values_at: dict[Any, set[int]] = {}
+    for output in outputs:
+        values_at.setdefault(_node(output.tensor), set()).add(output.value)
+    above: dict[Any, set[int]] = {}
+    stack = [(node, False) for node in values_at]
+    while stack:
+        node, done = stack.pop()
+        parents = [parent for parent, _ in node.next_functions if parent is not None]
+        if done:
+            above[node] = set[int]().union(*(above[p] | values_at.get(p, set()) for p in parents))
+        elif node not in above:
+            stack += [(node, True), *((p, False) for p in parents if p not in above)]
+    return {value: above[node] - {value} for node, values in values_at.items() for value in values}
+
+
+def _node(tensor: Tensor) -> Any:
+    """The tensor's node in the autograd graph; a leaf's is the one that would accumulate its gradient."""
+    return tensor.grad_fn or tensor.view_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def probe_model(model: nn.Module, example: Tensor | None, seed: int) -> tuple[Tensor, Trace, Any]:
-    """The example the model could be run on (given, or the first that fits), its trace and its output."""
-    failure: Exception | None = None
-    tried: dict[str, None] = {}
+    """Run the model on the example, or on the first default one that it takes; return that example, the trace
+    and the output."""
+    failures: dict[str, Exception] = {}
     for candidate in [example] if example is not None else default_examples(model, seed):
         if candidate.ndim != 4:
             raise AttachError(f"example must be (1, C, H, W), not {tuple(candidate.shape)}.")
@@ -223,12 +277,12 @@ def probe_model(model: nn.Module, example: Tensor | None, seed: int) -> tuple[Te
             return candidate, *run_traced(model, candidate)
         except AttachError:
             raise
-        except Exception as error:  # any user network, any failure: the next size, then one line
-            failure = failure or error
-            tried["x".join(map(str, candidate.shape[1:]))] = None
+        except Exception as error:  # any user network, any failure: try the next size
+            failures["x".join(map(str, candidate.shape[1:]))] = error
+    failure = next(iter(failures.values()))
     raise AttachError(
-        f"{type(model).__name__} could not be run on a random image of {listed(tried)} "
-        f"({type(failure).__name__}: {' '.join(str(failure).split())[:200]}). "
+        f"{type(model).__name__} could not be run on a random image of {listed(failures)} "
+        f"({error_line(failure)}). "
         "Pass one that it takes: attach(model, example=tensor of (1, C, H, W))."
     ) from failure
 
@@ -240,7 +294,7 @@ def listed(words: Iterable[str], most: int = 10) -> str:
 
 
 def default_examples(model: nn.Module, seed: int) -> Iterator[Tensor]:
-    """Random (1, C, H, W) inputs to probe with: sizes the model declares first, then usual ones."""
+    """Yield random (1, C, H, W) inputs to probe with: sizes that the model declares, then usual ones."""
     weight = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     channels, sizes = list[int](), list[GridSize]()
     for module in model.modules():

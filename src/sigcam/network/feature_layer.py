@@ -1,0 +1,185 @@
+"""Which output of a traced network is F, the last feature map before its head, and how it folds."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from sigcam.core.errors import AttachError
+from sigcam.core.types import GridSize
+from sigcam.network.layout import AxisOrder, FeatureLayout
+from sigcam.network.module_kinds import ACTIVATIONS, has_parameters, is_pooling
+from sigcam.network.trace import ModuleOutput, Trace, ancestry, gradients, listed, run_traced
+
+MAX_PREFIX_TOKENS = 32  # class, distillation and register tokens in front of a grid
+Candidate = tuple[ModuleOutput, FeatureLayout]
+
+
+class FeatureFinder:
+    """Finds F in one trace.
+
+    Args:
+        last: the output layers; F is an output before them.
+    """
+
+    def __init__(
+        self, model: nn.Module, trace: Trace, logits: Tensor, example: Tensor, last: list[ModuleOutput]
+    ) -> None:
+        self.model, self.trace, self.logits, self.example, self.last = model, trace, logits, example, last
+        self.image, self.kind = GridSize.of(example), type(model).__name__
+        self.candidates = self.find_candidates()
+        self.alive = self.with_gradient(self.candidates)
+
+    def last_layer(self) -> Candidate:
+        """The last spatial output; where several end side by side, the last that all of them come from."""
+        if not self.alive:
+            raise AttachError(
+                f"no layer of {self.kind} before its head {self.last[0].name!r} gives a map (B, N, P, Q) "
+                "that gets gradient. Name one: attach(model, layer='...')."
+            )
+        ancestors = ancestry([output for output, _ in self.alive])
+        ends = set(ancestors).difference(*ancestors.values())
+        if len(ends) == 1:
+            return next((o, fold) for o, fold in self.alive if o.value in ends)
+        common = set.intersection(*(ancestors[value] for value in ends))
+        shared = [(o, fold) for o, fold in self.alive if o.value in common]
+        if shared:
+            return shared[-1]
+        outermost = (self.trace.outermost(o) for o, _ in self.alive if o.value in ends)
+        names = ", ".join(dict.fromkeys(repr(o.name) for o in outermost))
+        raise AttachError(
+            f"several layers of {self.kind} feed its head: {names}. Name one: attach(model, layer='...')."
+        )
+
+    def named_layer(self, name: str) -> Candidate:
+        """The output of the module that `layer=` names."""
+        names = dict.fromkeys(repr(self.trace.outermost(o).name) for o, _ in self.alive[::-1])
+        valid = f"Layers that do: {listed(names, most=3)}."
+        output = self.trace.last_output(name)
+        if output is None:
+            raise AttachError(f"layer={name!r} did not run, or returned no tensor, so gives no map. {valid}")
+        maps = [fold.grid for _, fold in self.candidates if fold.layout in ("NCHW", "NHWC")]
+        fold = self.layout_of(output, maps, {fold.prefix for _, fold in self.candidates})
+        if fold is None:
+            raise AttachError(
+                f"layer={name!r} ({type(output.module).__name__}) returns {tuple(output.tensor.shape)}, "
+                f"which does not fold to a map. {valid}"
+            )
+        if not self.with_gradient([(output, fold)]):
+            raise AttachError(f"layer={name!r} gets no gradient on its grid. {valid}")
+        return output, fold
+
+    def layers_until(self, features: ModuleOutput) -> tuple[tuple[str, int, int, int], ...]:
+        """Name, N, P and Q of the layers that could be F, up to the one that is."""
+        outputs = [pair for pair in self.alive if pair[0].end <= features.end]
+        shapes = [(o, fold(o.tensor, self.image).shape[1:]) for o, fold in outputs]
+        return tuple((o.name, n, p, q) for o, (n, p, q) in shapes if self.trace.outermost(o) is o)
+
+    def activation_follows(self, output: ModuleOutput) -> bool:
+        """Whether a functional activation (or a shared activation module) is the only step on this output."""
+        steps = [call.name for call in self.trace.calls if output.value in call.inputs]
+        return len(steps) == 1 and steps[0] in ACTIVATIONS
+
+    def find_candidates(self) -> list[Candidate]:
+        """The outputs before the head that fold to a map, without pooling, in order of return."""
+        begin = min(o.start for o in self.last)
+        grids, layouts = list[GridSize](), dict[int, FeatureLayout]()
+        pooled, outputs = set[int](), list[ModuleOutput]()
+        for output in self.trace.outputs:
+            if output.end > begin:
+                continue
+            fold = self.layout_of(output, grids, {fold.prefix for fold in layouts.values()})
+            has_weights = has_parameters(output.module)
+            entering = next((layouts[value] for value in output.inputs if value in layouts), None)
+            if fold is None or not (has_weights or entering):
+                continue
+            if fold.layout in ("NCHW", "NHWC"):
+                grids.append(fold.grid)
+            if is_pooling(output.module):
+                pooled.add(output.value)
+            # a step without parameters counts as an activation of the layer before it if it runs once per
+            # pass and moves no cell (as a permute or a resize would)
+            if has_weights or (self.trace.runs[output.name] == 1 and fold == entering):
+                layouts.setdefault(output.value, fold)
+                outputs.append(output)
+        # a projection inside attention is not a layer
+        layers = [o for o in outputs if o.tensor.ndim != 3 or not isinstance(o.module, nn.Linear)] or outputs
+        return [(o, layouts[o.value]) for o in layers if o.value not in pooled]
+
+    def layout_of(
+        self, output: ModuleOutput, grids: list[GridSize], prefixes: set[int]
+    ) -> FeatureLayout | None:
+        """How the output folds, given the grids and the numbers of prefix tokens of the outputs before it."""
+        shape = tuple(output.tensor.shape)
+        batch = len(self.example)
+        if len(shape) == 4 and shape[0] == batch:
+            first, last = self.is_plausible(shape[2], shape[3]), self.is_plausible(shape[1], shape[2])
+            if getattr(output.module, "normalized_shape", None) == (shape[3],) != (shape[1],):
+                first = False  # it normalises the last axis, which therefore holds channels
+            elif first and last:
+                first = not self.keeps_last_axis(output)
+            if first:
+                return FeatureLayout("NCHW", GridSize(shape[2], shape[3]), self.image)
+            return FeatureLayout("NHWC", GridSize(shape[1], shape[2]), self.image) if last else None
+        if len(shape) != 3 or batch not in shape[:2]:
+            return None
+        layout: AxisOrder = "NLC" if shape[0] == batch else "LNC"
+        tokens = shape[1] if layout == "NLC" else shape[0]
+        if tokens in prefixes:
+            return None  # the prefix tokens by themselves
+        fits = list[FeatureLayout]()
+        for halvings in range(7):  # stages may merge tokens 2x2 after the last output with two grid axes
+            for rows, columns in grids or self.regular_grids():
+                p, q = -(-rows // 2**halvings), -(-columns // 2**halvings)
+                if p * q > 1 and 0 <= tokens - p * q <= MAX_PREFIX_TOKENS:
+                    fits.append(FeatureLayout(layout, GridSize(p, q), self.image, prefix=tokens - p * q))
+        return min(fits, key=lambda fold: fold.prefix, default=None)
+
+    def is_plausible(self, rows: int, columns: int) -> bool:
+        """Whether one stride takes the image to rows x columns, each rounded by less than one cell."""
+        (height, width), infinity = self.image, float("inf")
+        if rows * columns < 2 or rows > height or columns > width:
+            return False
+        low = max(height / (rows + 1), width / (columns + 1))
+        high = min(
+            height / (rows - 1) if rows > 1 else infinity, width / (columns - 1) if columns > 1 else infinity
+        )
+        return low < high
+
+    def regular_grids(self) -> list[GridSize]:
+        """The grids of strides that divide both sides: patches cut without a convolution."""
+        height, width = self.image
+        strides = (s for s in range(1, min(height, width) + 1) if not (height % s or width % s))
+        return [GridSize(height // s, width // s) for s in strides]
+
+    def keeps_last_axis(self, output: ModuleOutput) -> bool:
+        """Whether a wider image leaves the last axis unchanged: then it holds channels."""
+        wider = self.shapes_of_wider_image.get((output.name, output.call))
+        return wider is not None and wider[3] == output.tensor.shape[3] and wider[2] != output.tensor.shape[2]
+
+    @cached_property
+    def shapes_of_wider_image(self) -> dict[tuple[str, int], torch.Size]:
+        """What each call returns for an image 1.5 times as wide; empty if the model does not take one."""
+        image = torch.cat([self.example, self.example[..., : self.image[1] // 2]], -1)
+        try:
+            trace, _ = run_traced(self.model, image)
+        except Exception:  # any user network, any failure
+            return {}
+        return {(o.name, o.call): o.tensor.shape for o in trace.outputs}
+
+    def with_gradient(self, candidates: list[Candidate]) -> list[Candidate]:
+        """The candidates whose grid gets gradient from the output layers' inputs (a CLS-pooled last block's
+        does not); of several output layers, from as many as any candidate."""
+        reached = [0] * len(candidates)
+        for layer in self.last:
+            entering = self.trace.tensors(set(layer.inputs)) or [self.logits]
+            generator = torch.Generator().manual_seed(0)
+            noise = [torch.randn(t.shape, generator=generator).to(t.device, torch.double) for t in entering]
+            score = torch.stack([(t.double() * n).sum() for t, n in zip(entering, noise, strict=True)]).sum()
+            for index, gradient in enumerate(gradients(score, [output.tensor for output, _ in candidates])):
+                fold = candidates[index][1]
+                if gradient is not None and bool(fold(gradient, self.image).count_nonzero()):
+                    reached[index] += 1
+        return [pair for pair, heads in zip(candidates, reached, strict=True) if 0 < heads == max(reached)]
