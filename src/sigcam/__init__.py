@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from sigcam.methods.compat import XGradCAM as XGradCAM
     from sigcam.methods.explainer import explain as explain
     from sigcam.methods.explanation import Explanation as Explanation
+    from sigcam.methods.registry import list_methods as list_methods
     from sigcam.models.classifier import load_classifier as load_classifier
     from sigcam.network.attachment import attach as attach
     from sigcam.network.branch_file import load as load
@@ -67,6 +68,7 @@ _HOMES = {
     ),
     "methods.explainer": ("explain",),
     "methods.explanation": ("Explanation",),
+    "methods.registry": ("list_methods",),
     "models.classifier": ("load_classifier",),
     "network.attachment": ("attach",),
     "network.branch_file": ("load",),

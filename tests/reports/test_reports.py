@@ -20,8 +20,9 @@ from sigcam.drawing.charts import STYLES, Line, line_chart
 from sigcam.evaluation.batch import Variant
 from sigcam.evaluation.curves import curves_of
 from sigcam.evaluation.evaluator import evaluate
-from sigcam.evaluation.examples import LOOKED_AT, Examples, collect_examples, disagree
+from sigcam.evaluation.examples import LOOKED_AT, Examples, collect_examples
 from sigcam.methods.explanation import data_uri
+from sigcam.methods.postprocess import disagreement
 from sigcam.metrics.classification import calibration
 from sigcam.metrics.localization import MaxBoxAccV2, PxAP
 from sigcam.network.dual import DualBranch
@@ -218,12 +219,23 @@ def test_numbers_on_the_axes_are_inside_the_drawing():
 # --- what is looked at ---
 
 
-def test_disagreement_is_one_less_the_correlation():
+def test_disagreement_is_one_minus_the_overlap():
     a, b = torch.rand(9, 9), torch.rand(9, 9)
-    expected = 1 - np.corrcoef(a.flatten().numpy(), b.flatten().numpy())[0, 1]
-    assert disagree(a, b) == pytest.approx(expected)
-    assert disagree(a, 2 * a + 1) == pytest.approx(0) and disagree(a, -a) == pytest.approx(2)
-    assert disagree(a, torch.zeros(9, 9)) == 1 and disagree(torch.zeros(9, 9), torch.ones(9, 9)) == 0
+    x, y = ((m / m.max()).double().numpy() for m in (a, b))
+    expected = 1 - np.minimum(x, y).sum() / np.maximum(x, y).sum()
+    assert float(disagreement(a, b)) == pytest.approx(expected)
+    assert disagreement(a, a) == 0 and disagreement(a, 2 * a) == 0 and disagreement(a, -a) == 1
+    blank = torch.zeros(9, 9)
+    assert disagreement(a, blank) == 1 and disagreement(blank, blank) == 0 and disagreement(a, blank / 0) == 1
+    signed = a - 0.5
+    assert 0 < disagreement(signed, b) < 1 and disagreement(signed, 3 * signed) == pytest.approx(0)
+    assert disagreement(torch.stack([a, b]), torch.stack([b, b])).tolist() == [disagreement(a, b), 0]
+
+
+def test_disagreement_tells_nearly_equal_maps_apart_where_a_correlation_does_not():
+    a = torch.rand(9, 9, generator=torch.Generator().manual_seed(0))
+    b = (a + 0.02 * torch.randn(9, 9, generator=torch.Generator().manual_seed(1))).clamp(0, 1)
+    assert 1 - np.corrcoef(a.flatten().numpy(), b.flatten().numpy())[0, 1] < 0.005 < 0.01 < disagreement(a, b)
 
 
 def test_even_choices_span_the_list_and_never_repeat():

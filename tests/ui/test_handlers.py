@@ -30,7 +30,7 @@ from sigcam.ui.security import HEADERS, MAX_UPLOAD_BYTES, Guard, open_upload, pa
 from sigcam.ui.serve import UiOptions
 from sigcam.ui.sessions import Gallery, Sessions
 from sigcam.ui.sources import Request, Source, class_choices, same_class, sources_of
-from sigcam.ui.viewer import Viewer, disagreement, probabilities, shifted
+from sigcam.ui.viewer import Viewer, disagreements, probabilities, shifted
 from support.folders import png_header
 from support.tiny import Gap, Vgg
 
@@ -152,8 +152,8 @@ def test_two_networks_are_compared_by_name_then_by_number():
     other.class_names = None
     assert same_class(3, one, other) == 3
     assert same_class(1, one, network(3)) == 1
-    assert disagreement(sources_of(one)[0], sources_of(one)[0], [PICTURE]) == [0.0]
-    assert 0 < disagreement(sources_of(one)[0], sources_of(other)[0], [PICTURE])[0] <= 1
+    assert disagreements(sources_of(one)[0], sources_of(one)[0], [PICTURE]) == [0.0]
+    assert 0 < disagreements(sources_of(one)[0], sources_of(other)[0], [PICTURE])[0] <= 1
 
 
 def test_equal_class_names_are_told_apart_by_number():

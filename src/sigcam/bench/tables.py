@@ -16,6 +16,7 @@ from sigcam.core.distributed import all_gather, world_size
 from sigcam.core.errors import DataError
 from sigcam.core.types import Progress
 from sigcam.data.sample import Samples
+from sigcam.methods.registry import METHODS
 from sigcam.metrics.bootstrap import Interval
 from sigcam.network.dual import DualBranch, linear_weight
 from sigcam.training.features import extract
@@ -83,7 +84,7 @@ def shift_of(net: DualBranch) -> float | None:
 
 def paper_methods_for(net: DualBranch) -> tuple[str, ...]:
     """The paper's methods; vanilla CAM where the head is a global average and a linear layer."""
-    return PAPER_METHODS if net.linear else PAPER_METHODS[1:]
+    return tuple(name for name in PAPER_METHODS if net.linear or METHODS[name].needs != "linear")
 
 
 def numbers_of(dataset: str) -> tuple[str, ...]:

@@ -30,7 +30,6 @@ from sigcam.methods.rollout import rollout_maps
 from sigcam.models.classifier import Classifier
 from sigcam.network.dual import DualBranch
 
-COMPARED = ("cam", "grad-cam", "grad-cam++", "xgrad-cam", "layer-cam", "hires-cam", "ablation-cam")
 ALIKE = 1e-3  # of a map's largest value
 SPLITS = ("train", "val", "test")
 SHEET = "contact-sheet.png"
@@ -171,13 +170,13 @@ def _nothing(picture: Image.Image) -> Tensor:
 
 
 def usable_methods(net: DualBranch) -> list[str]:
-    """The methods that this network takes: `cam` reads a linear head, the rollout a plain ViT's attention."""
-    without = set() if net.linear else {"cam"}
+    """Return the methods that work with this network."""
+    missing = set() if net.linear else {"linear"}
     try:
         rollout_maps(net, random_images(net))
     except DataError:
-        without.add("attention-rollout")
-    return [name for name in METHODS if name not in without]
+        missing.add("attention")
+    return [name for name, method in METHODS.items() if method.needs not in missing]
 
 
 def random_images(net: DualBranch) -> Tensor:
@@ -190,7 +189,8 @@ def coinciding(net: DualBranch) -> dict[str, list[list[str]]]:
     """Groups of methods whose signed, and whose clamped, softmax maps are one map up to scale; by trying
     them on two random images."""
     passage = net.run(random_images(net), grad=True)
-    tried = [name for name in COMPARED if name != "cam" or "softmax" in net.linear]
+    linear = "softmax" in net.linear
+    tried = [n for n, m in METHODS.items() if m.follows_head and (linear or m.needs != "linear")]
     found = {}
     for how, clamp in (("signed weights", False), ("positive weights only", True)):
         groups = list[tuple[Tensor, list[str]]]()

@@ -17,6 +17,7 @@ from sigcam.methods.explainer import explain_pass
 from sigcam.methods.inputs import choose_classes
 from sigcam.methods.map_config import MapConfig, Scale
 from sigcam.methods.postprocess import resize, unit_range
+from sigcam.methods.registry import METHODS
 from sigcam.methods.targets import Branch, at_least_float32, branch_logits
 from sigcam.metrics.fidelity import insertion_deletion_curves
 from sigcam.metrics.localization import in_top
@@ -48,12 +49,10 @@ class Variant(NamedTuple):
     def standing_for(self, net: DualBranch) -> Variant:
         """The simplest cell with the same maps (PROTOCOL 4.2): some methods have no negative weights, and
         on a head that is global average + linear, some gradients are all alike."""
-        cell, source = self, "sigmoid" if self.branch == "sigmoid" else "softmax"
-        if cell.method in ("layer-cam", "grad-cam++"):
-            cell = cell._replace(clamp=True)
-        if source in net.linear and cell.method in ("xgrad-cam", "hires-cam", "layer-cam"):
-            cell = cell._replace(method="grad-cam")
-        return cell
+        assert self.method is not None
+        facts, head = METHODS[self.method], "sigmoid" if self.branch == "sigmoid" else "softmax"
+        twin = facts.linear_twin if head in net.linear else None
+        return self._replace(method=twin or self.method, clamp=self.clamp if facts.signed else True)
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,8 @@ class BatchEvaluator:
         """`seen` with the cell's maps, drawn from the finer pass, and what the network says of the images
         that they mask."""
         net, fidelity = self.net, self.uses("kept", "scores", "curves")
-        own = fidelity and cell.method == "cam"  # its masks are finished in another way than its score maps
+        assert cell.method is not None
+        own = fidelity and METHODS[cell.method].finish == "min-max"  # masks are finished otherwise
         wanted = [chosen] if self.uses("maps") else []
         wanted += [predicted] if fidelity and not own else []
         if wanted:

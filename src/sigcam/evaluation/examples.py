@@ -19,6 +19,7 @@ from sigcam.evaluation.result import FIXED, Result
 from sigcam.methods.explainer import explain_pass
 from sigcam.methods.explanation import Explanation
 from sigcam.methods.inputs import Scores
+from sigcam.methods.postprocess import disagreement
 from sigcam.metrics.boxes import best_ious
 from sigcam.network.dual import DualBranch
 
@@ -101,7 +102,7 @@ def collect_examples(
         drops = [] if boxed else [_drops(net, batch.images, m, predicted) for m in maps]
         pair = pair_of(cells)
         for i, index in enumerate(batch.indices):
-            apart = None if pair is None else disagree(maps[pair[0]][i], maps[pair[1]][i])
+            apart = None if pair is None else float(disagreement(maps[pair[0]][i], maps[pair[1]][i]))
             glances.append(
                 Example(
                     chosen[index],
@@ -162,12 +163,3 @@ def _drops(net: DualBranch, images: Tensor, maps: Tensor, predicted: Sequence[in
 def _probability(net: DualBranch, images: Tensor, classes: Sequence[int]) -> Tensor:
     index = torch.tensor(classes, device=net.device)[:, None]
     return Scores.of(net, net.run(images), "softmax", index).probability[:, 0].double().cpu()
-
-
-def disagree(a: Tensor, b: Tensor) -> float:
-    """1 less the correlation of two maps, in [0, 2]; 1 where one of them is constant, 0 where both are."""
-    centred = [x.double().flatten() - x.double().mean() for x in (a, b)]
-    sizes = [float(x.norm()) for x in centred]
-    if min(sizes) <= 1e-12:
-        return float(max(sizes) > 1e-12)
-    return 1 - max(-1.0, min(1.0, float(centred[0] @ centred[1]) / (sizes[0] * sizes[1])))

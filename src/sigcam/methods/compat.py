@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sigcam.core.errors import AttachError, DataError
 from sigcam.methods.explainer import explain
-from sigcam.methods.registry import method_name
+from sigcam.methods.registry import METHODS, method_name
 from sigcam.methods.targets import Branch, Target, TargetName, finer_score, nearest_classes
 from sigcam.network.attachment import attach, unwrap
 from sigcam.network.dual import DualBranch
@@ -21,7 +21,6 @@ Array = np.ndarray[Any, Any]
 RowScore = Callable[[Tensor], Tensor]  # one image's logits (C,) -> one number
 Targets = int | RowScore | Sequence[int | RowScore] | Tensor | Array | None
 Layers = Sequence[str | nn.Module] | None
-RESCORING = ("score-cam", "ablation-cam")  # their target is given many variants of one image, not the batch
 
 
 class _Cam:
@@ -85,7 +84,7 @@ class _Cam:
         wanted = _wanted(targets, len(images), self.net.classes)
         if not isinstance(wanted, list):
             return self._explained(images, wanted, score, aug)
-        if self.method not in RESCORING:
+        if METHODS[self.method].perturbs is None:
             return self._explained(images, None, _of_rows(wanted), aug)
         one_by_one = zip(images.split(1), wanted, strict=True)
         return np.concatenate([self._explained(x, None, _of_rows([one]), aug) for x, one in one_by_one])
@@ -232,7 +231,7 @@ class FinerCAM(_Cam):
         ranks, wanted = list(comparison_categories), target_idx if targets is None else targets
         if alpha == 1 and ranks == [1, 2, 3]:
             return self._maps(input_tensor, wanted, "finer-cam", aug_smooth, eigen_smooth)
-        if self.method in RESCORING:
+        if METHODS[self.method].perturbs is not None:
             raise DataError(f"{self.method} takes no other alpha and no other comparison_categories.")
         if not ranks or min(ranks) < 1:
             raise DataError(f"comparison_categories count from the nearest class, 1, not {ranks}.")

@@ -18,6 +18,7 @@ from torch import Tensor
 from sigcam.drawing.overlay import ends, gradient, largest, overlay, with_boxes, with_contour, with_strips
 from sigcam.methods.map_config import Scale
 from sigcam.methods.postprocess import unit_range
+from sigcam.methods.registry import METHODS
 from sigcam.methods.targets import Branch
 from sigcam.metrics.boxes import boxes_at
 
@@ -88,7 +89,9 @@ class Explanation:
 
     def _unit_maps(self) -> Tensor:
         maps = self.first_maps()
-        return maps if self.scale == "unit" else unit_range(maps if self.method == "cam" else maps.relu())
+        if self.scale == "unit":
+            return maps
+        return unit_range(maps.relu() if METHODS[self.method].finish == "relu" else maps)
 
     def overlay(
         self,

@@ -8,7 +8,7 @@ from torch import Tensor
 from sigcam.methods.postprocess import resize
 from sigcam.methods.probe import Probe
 from sigcam.methods.registry import method
-from sigcam.methods.rollout import rollout_maps as rollout
+from sigcam.methods.rollout import rollout_maps
 
 MASKED = {"cpu": 8, "gpu": 32}  # masked images of one pass: more cost a CPU fresh memory, see `chunks`
 
@@ -21,7 +21,7 @@ def over_cells(values: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------------- from the head's weights
 
 
-@method("cam", light=True)
+@method("cam", finish="min-max", needs="linear", in_logits=True, light=True)
 def cam(probe: Probe) -> Tensor:
     """The class's row of the last layer (Zhou et al., 2016), for heads that are global average + linear."""
     return probe.head_weight[..., None, None]
@@ -30,13 +30,13 @@ def cam(probe: Probe) -> Tensor:
 # ---------------------------------------------------------------------------------------- from gradients
 
 
-@method("grad-cam", gives="gradients", light=True)
+@method("grad-cam", gives="gradients", in_logits=True, light=True)
 def grad_cam(probe: Probe) -> Tensor:
     """Each channel's mean gradient (Selvaraju et al., 2017; Eq. 5)."""
     return probe.mean_grads
 
 
-@method("grad-cam++", gives="gradients")
+@method("grad-cam++", gives="gradients", signed=False, aliases=("gradcampp", "gradcamplusplus"))
 def grad_cam_plus_plus(probe: Probe) -> Tensor:
     """Positive gradients, each weighted by a ratio of its powers (Chattopadhay et al., 2018). With g near
     1e-4 the 1e-6 rules, so the map depends on the gradient's scale (PROTOCOL 4.2)."""
@@ -45,19 +45,19 @@ def grad_cam_plus_plus(probe: Probe) -> Tensor:
     return over_cells(g.relu() * torch.where(g != 0, share, 0.0))
 
 
-@method("xgrad-cam", gives="gradients")
+@method("xgrad-cam", gives="gradients", in_logits=True, linear_twin="grad-cam")
 def xgrad_cam(probe: Probe) -> Tensor:
     """Each channel's gradients, averaged with its activations as weights (Fu et al., 2020)."""
     return over_cells(probe.grads * probe.features) / (over_cells(probe.features) + 1e-7)
 
 
-@method("layer-cam", gives="gradients")
+@method("layer-cam", gives="gradients", fusion="max", signed=False, in_logits=True, linear_twin="grad-cam")
 def layer_cam(probe: Probe) -> Tensor:
     """Each cell weighted by its own positive gradient (Jiang et al., 2021)."""
     return probe.grads.relu()
 
 
-@method("hires-cam", gives="gradients")
+@method("hires-cam", gives="gradients", in_logits=True, linear_twin="grad-cam")
 def hires_cam(probe: Probe) -> Tensor:
     """Each cell weighted by its own gradient (Draelos and Carin, 2020)."""
     return probe.grads
@@ -66,7 +66,7 @@ def hires_cam(probe: Probe) -> Tensor:
 # -------------------------------------------------------------------------------------- from perturbations
 
 
-@method("score-cam")
+@method("score-cam", perturbs="images", signed=False)
 def score_cam(probe: Probe) -> Tensor:
     """Each channel's score when the image is masked by it, softmax over channels (Wang et al., 2020; Eq.
     7)."""
@@ -85,7 +85,7 @@ def score_cam(probe: Probe) -> Tensor:
     return scores.softmax(2)[..., None, None]
 
 
-@method("ablation-cam")
+@method("ablation-cam", perturbs="features")
 def ablation_cam(probe: Probe) -> Tensor:
     """The share of the score that is lost with each channel set to zero (Desai and Ramaswamy, 2020); of its
     size, since a negative score would turn every weight round."""
@@ -113,7 +113,7 @@ def first_component(matrix: Tensor, towards: Tensor) -> Tensor:
     return torch.where(usable, torch.where(upright, found, -found), float("nan")).to(matrix.dtype)
 
 
-@method("eigen-cam", light=True)
+@method("eigen-cam", class_specific=False, light=True)
 def eigen_cam(probe: Probe) -> Tensor:
     """The channels' first principal direction, uncentred (Muhammad and Yeasin, 2020), turned so that the map
     is positive where activations are strong; knows no class."""
@@ -132,8 +132,16 @@ def eigengrad_cam(probe: Probe) -> Tensor:
 # ------------------------------------------------------------------------------------------ from attention
 
 
-@method("attention-rollout", gives="maps", light=True)
-def rollout_maps(probe: Probe) -> Tensor:
+@method(
+    "attention-rollout",
+    gives="maps",
+    needs="attention",
+    class_specific=False,
+    signed=False,
+    aliases=("rollout",),
+    light=True,
+)
+def attention_rollout(probe: Probe) -> Tensor:
     """What the head's token takes from each patch through all layers' attention (Abnar and Zuidema, 2020),
     for plain vision transformers; knows no class."""
-    return rollout(probe.net, probe.passage.images)[:, None]
+    return rollout_maps(probe.net, probe.passage.images)[:, None]

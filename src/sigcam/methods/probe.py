@@ -87,7 +87,7 @@ class Probe:
         found = linear_weight(self.net.last_layer(source)) if self.linear else None
         if found is None:
             raise DataError(
-                f"'cam' reads the last layer's weights, and the {source} head of "
+                f"this method reads the last layer's weights, and the {source} head of "
                 f"{type(self.net.model).__name__} is not global average pooling + linear on its features. "
                 "Use 'grad-cam', which needs no such form."
             )

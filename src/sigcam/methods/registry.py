@@ -1,67 +1,106 @@
-"""METHODS: every CAM method by name, with all that is known of it."""
+"""METHODS: the registry of CAM methods, with every fact that other modules need about one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal
+from typing import Concatenate, Literal, ParamSpec
 
 from torch import Tensor
 
-from sigcam.core.errors import DataError
+from sigcam.core.errors import ConfigError
 from sigcam.methods.probe import Probe
+
+Function = Callable[[Probe], Tensor]
+Facts = ParamSpec("Facts")
 
 
 @dataclass(frozen=True)
 class Method:
-    """A function of a Probe, and what it returns.
+    """A CAM method: a function of a Probe, and facts about it. The defaults suit any function that returns
+    channel weights and computes them from the given pass.
 
     Args:
-        gives: "weights" that broadcast over F (B, K, N, P, Q); "gradients", which are weights per cell, to be
-            multiplied by P x Q where they are to be logits; or "maps" (B, K, P, Q).
-        light: needs no more than (B, K, N) numbers, so that any number of classes can be asked at once.
+        gives: "weights" that broadcast over F (B, K, N, P, Q); "gradients", weights per cell, which raw maps
+            multiply by P x Q; or finished "maps" (B, K, P, Q).
+        finish: How a map becomes a score map (PROTOCOL 4.3). "relu": drop negative values, scale to [0, 1],
+            resize bilinearly (path B). "min-max": resize bicubically, scale from minimum to maximum (path A).
+        fusion: How maps of several layers are combined: their mean, or their maximum as in Layer-CAM.
+        needs: What the network must have: a global average + "linear" head, or ViT "attention".
+        perturbs: What the method alters and scores again with `Probe.rescore`, if anything.
+        class_specific: Whether maps of two classes differ.
+        signed: Whether weights can be negative, so that clamping changes the map.
+        in_logits: Whether raw maps are in logits; otherwise the unit is the method's own.
+        linear_twin: The method with the same unit maps if the head is global average + linear.
+        light: The weights hold at most (B, K, N) numbers, so all classes can be computed at once.
+        aliases: Other spellings of the name, lower case, without dashes.
     """
 
-    function: Callable[[Probe], Tensor]
-    gives: Literal["weights", "gradients", "maps"]
-    light: bool
+    function: Function
+    gives: Literal["weights", "gradients", "maps"] = "weights"
+    finish: Literal["relu", "min-max"] = "relu"
+    fusion: Literal["mean", "max"] = "mean"
+    needs: Literal["linear", "attention"] | None = None
+    perturbs: Literal["images", "features"] | None = None
+    class_specific: bool = True
+    signed: bool = True
+    in_logits: bool = False
+    linear_twin: str | None = None
+    light: bool = False
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def follows_head(self) -> bool:
+        """Whether a change of the head alone shows in the map without running images again."""
+        return self.class_specific and self.perturbs != "images"
 
     def __call__(self, probe: Probe) -> Tensor:
-        """What the function returns."""
+        """Return the weights, gradients or maps of the batch."""
         return self.function(probe)
 
 
 METHODS: dict[str, Method] = {}
 
 
-SPELLINGS = {
-    **{"gradcam++": "grad-cam++", "gradcampp": "grad-cam++", "gradcamplusplus": "grad-cam++"},
-    **{"hirescam": "hires-cam", "rollout": "attention-rollout"},
-}
+def list_methods() -> list[str]:
+    """Return the names of all registered CAM methods."""
+    return list(METHODS)
 
 
-def method(
-    name: str, *, gives: Literal["weights", "gradients", "maps"] = "weights", light: bool = False
-) -> Callable[[Callable[[Probe], Tensor]], Callable[[Probe], Tensor]]:
-    """Registers a method under its name."""
+def _registering(
+    create: Callable[Concatenate[Function, Facts], Method],
+) -> Callable[Concatenate[str, Facts], Callable[[Function], Function]]:
+    """Return a decorator factory that takes a name and the facts that `create` takes."""
 
-    def register(function: Callable[[Probe], Tensor]) -> Callable[[Probe], Tensor]:
-        METHODS[name] = Method(function, gives, light)
-        return function
+    def method(name: str, *args: Facts.args, **facts: Facts.kwargs) -> Callable[[Function], Function]:
+        """Register the decorated function under `name`; `facts` are the fields of `Method`."""
 
-    return register
+        def register(function: Function) -> Function:
+            METHODS[name] = create(function, *args, **facts)
+            return function
+
+        return register
+
+    return method
+
+
+method = _registering(Method)
 
 
 def method_name(name: str) -> str:
-    """The registered name for a common spelling; DataError with the nearest names for an unknown one."""
-    plain = name.lower().replace("_", "-").replace(" ", "-")
-    bare = plain.replace("-", "")
-    plain = SPELLINGS.get(bare) or next((n for n in METHODS if n.replace("-", "") == bare), plain)
-    if plain not in METHODS:
-        if bare == "finercam":
-            raise DataError("'finer-cam' is a target, for any method: explain(..., target='finer-cam').")
-        close = get_close_matches(plain, METHODS, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise DataError(f"unknown method {name!r}: {hint}there are {', '.join(METHODS)}.")
-    return plain
+    """Return the registered name for any spelling of it; ConfigError suggests the nearest name."""
+    bare = _bare(name)
+    for registered, facts in METHODS.items():
+        if bare == _bare(registered) or bare in facts.aliases:
+            return registered
+    if bare == "finercam":
+        raise ConfigError("'finer-cam' is a target, for any method: explain(..., target='finer-cam').")
+    close = get_close_matches(name.lower(), METHODS, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ConfigError(f"unknown method {name!r}: {hint}there are {', '.join(METHODS)}.")
+
+
+def _bare(name: str) -> str:
+    """Return a name in lower case without separators."""
+    return name.lower().translate({ord(separator): None for separator in "-_ "})

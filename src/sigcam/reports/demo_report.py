@@ -10,9 +10,9 @@ from PIL import Image
 
 from sigcam.core.manifest import provenance
 from sigcam.data.sample import Sample, Samples
-from sigcam.evaluation.examples import disagree
 from sigcam.methods.explainer import explain
 from sigcam.methods.explanation import data_uri
+from sigcam.methods.postprocess import disagreement
 from sigcam.methods.targets import Branch
 from sigcam.network.dual import DualBranch
 from sigcam.reports.explain_report import QUALITY
@@ -98,7 +98,7 @@ def _both_heads(net: DualBranch, sample: Sample, classes: Sequence[str]) -> Card
         keys={
             "probability": probability,
             "evidence": evidence,
-            "disagreement of the heads' maps": disagree(found[0].maps[0], found[1].maps[0]),
+            "disagreement of the heads' maps": float(disagreement(found[0].maps[0], found[1].maps[0])),
         },
         scores=[(each["class_name"], each["probability"], each["evidence"]) for each in top],
         notes=[] if name == label else [f"taken for {name}"],

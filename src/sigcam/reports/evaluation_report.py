@@ -268,7 +268,7 @@ def _telling(seen: Examples) -> list[Section]:
         return [*sections, Section(title, empty="Maps of one branch alone were evaluated.")]
     apart = sorted(seen.glances, key=lambda g: -(g.disagreement or 0))[:TELLING]
     both = " and ".join(cell_name(seen.cells[i]) for i in pair)
-    intro = f"{_whose(seen)} By 1 less the correlation of the maps of {both}: 0 is alike, 2 opposite."
+    intro = f"{_whose(seen)} By 1 minus the overlap of the maps of {both}: 0 is equal, 1 nothing in common."
     return [*sections, Section(title, [Gallery(_cards(seen, apart))], intro)]
 
 
@@ -296,6 +296,6 @@ def _cards(seen: Examples, glances: Sequence[Example]) -> list[Card]:
         facts = [("label", first.name(sample.label))] if seen.labelled and sample.label is not None else []
         facts += [("predicted", first.name(glance.predicted)), ("probability", f"{glance.probability:.3f}")]
         facts += [] if glance.evidence is None else [("evidence", f"{glance.evidence:.3f}")]
-        facts += [] if glance.disagreement is None else [("disagreement", f"{glance.disagreement:.2f}")]
+        facts += [] if glance.disagreement is None else [("disagreement", f"{glance.disagreement:.3f}")]
         cards.append(Card(sample.id, shots, facts=facts))
     return cards

@@ -15,8 +15,8 @@ from sigcam.core.manifest import provenance
 from sigcam.core.types import Progress
 from sigcam.data.sample import Samples
 from sigcam.drawing.overlay import largest, overlay, with_boxes
-from sigcam.evaluation.examples import disagree
 from sigcam.methods.explanation import Explanation, data_uri
+from sigcam.methods.postprocess import disagreement
 from sigcam.network.dual import DualBranch
 from sigcam.reports.html import Card, Gallery, Section, Shot, render_page
 
@@ -69,8 +69,8 @@ def explain_page(
     )
     if redraw:
         told += (
-            " Beside each map is the softmax head's of the same class; their disagreement is 1 less their "
-            "correlation, from 0 (alike) to 2 (opposite)."
+            " Beside each map is the softmax head's of the same class; their disagreement is 1 minus "
+            "their overlap, from 0 (equal) to 1 (nothing in common)."
         )
     gallery = Gallery(cards, grouped_by="predicted class", signed=first["scale"] == "raw")
     blank = sum(bool(row["blank"]) for row in rows)
@@ -108,12 +108,12 @@ def _explained(
     if row["class"] != top[0]["class"]:  # whose scores are in the list of likely classes
         facts.append(("its probability", f"{row['probability']:.3f}"))
         facts += [("its evidence", f"{row['evidence']:.3f}")] if row["evidence"] is not None else []
-    disagreement = None
+    difference = None
     if other is not None:
         theirs = other.first_maps()[i].cpu()
         shots.append(_shot(overlay(picture, theirs, signed=raw), theirs, other.branch, name, raw))
-        disagreement = disagree(values, theirs)
-        facts.append(("disagreement", f"{disagreement:.2f}"))
+        difference = float(disagreement(values, theirs))
+        facts.append(("disagreement", f"{difference:.3f}"))
     apart = None if row["evidence"] is None else abs(row["probability"] - row["evidence"])
     return Card(
         row["image"],
@@ -123,7 +123,7 @@ def _explained(
             "probability": row["probability"],
             "evidence": row["evidence"],
             "|probability - evidence|": apart,
-            "disagreement of the heads' maps": disagreement,
+            "disagreement of the heads' maps": difference,
         },
         scores=[(each["class_name"], each["probability"], each["evidence"]) for each in top],
         facts=facts,

@@ -22,7 +22,7 @@ from sigcam.ui.html import boxes_html, links_html, panels_html, progress_html, t
 from sigcam.ui.security import open_upload
 from sigcam.ui.sessions import Gallery, Sessions
 from sigcam.ui.sources import Request, Source, sources_of
-from sigcam.ui.viewer import Viewer, disagreement
+from sigcam.ui.viewer import Viewer, disagreements
 
 log = logging.getLogger("sigcam")
 THRESHOLD = 0.4  # at first: unit maps of the clamped branch seldom reach zero
@@ -239,7 +239,7 @@ class Page:
                     except (SigcamError, OSError):
                         unread += 1
                 if opened:
-                    scores = disagreement(pair[0], pair[1], [picture for _, picture in opened])
+                    scores = disagreements(pair[0], pair[1], [picture for _, picture in opened])
                     found += [(score, i) for score, (i, _) in zip(scores, opened, strict=True)]
                 found.sort(reverse=True)
                 done = min(start + AT_ONCE, count)
@@ -251,7 +251,7 @@ class Page:
                     return
 
     def _ranked(self, found: list[tuple[float, int]]) -> list[tuple[Image.Image, str]]:
-        return [self.thumb(i, f"{score:.2f} {self.gallery.sample(i).id}") for score, i in found[:PAGE_SIZE]]
+        return [self.thumb(i, f"{score:.3f} {self.gallery.sample(i).id}") for score, i in found[:PAGE_SIZE]]
 
     def stop_sort(self, request: gr.Request) -> None:
         """Ends it after the batch in flight."""

@@ -40,7 +40,8 @@ def sources_of(net: DualBranch, prefix: str = "") -> list[Source]:
 def available_methods(nets: Sequence[DualBranch]) -> list[str]:
     """The methods that the networks' heads allow."""
     linear = all("softmax" in net.linear for net in nets)
-    return [name for name in METHODS if name != ("attention-rollout" if linear else "cam")]
+    missing = "attention" if linear else "linear"
+    return [name for name, method in METHODS.items() if method.needs != missing]
 
 
 def class_label(net: DualBranch, index: int) -> str:
@@ -100,7 +101,7 @@ class Panel:
     @property
     def in_logits(self) -> bool:
         """Whether its numbers are logits."""
-        return self.method in IN_LOGITS
+        return METHODS[self.method].in_logits
 
     @property
     def measure(self) -> str:
@@ -111,7 +112,7 @@ class Panel:
     def shifts(self) -> bool:
         """Whether a shift of the softmax head reaches it."""
         linear = "softmax" in self.source.net.linear and self.source.net.classes > 1
-        return linear and self.source.branch != "sigmoid" and self.method not in HEADLESS
+        return linear and self.source.branch != "sigmoid" and METHODS[self.method].follows_head
 
 
 @dataclass(frozen=True)
@@ -120,13 +121,3 @@ class Top:
 
     title: str
     rows: tuple[tuple[str, float, float | None], ...]  # name, probability, evidence where a branch is fitted
-
-
-IN_LOGITS = frozenset(
-    {"cam", "grad-cam", "xgrad-cam", "layer-cam", "hires-cam"}
-)  # others have units of their own
-
-
-HEADLESS = frozenset(
-    {"score-cam", "eigen-cam", "attention-rollout"}
-)  # a shifted head does not reach them here

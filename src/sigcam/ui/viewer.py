@@ -21,7 +21,7 @@ from sigcam.methods.explainer import explain_pass
 from sigcam.methods.explanation import data_uri
 from sigcam.methods.inputs import as_batch
 from sigcam.methods.map_config import MapConfig
-from sigcam.methods.postprocess import finish_maps
+from sigcam.methods.postprocess import disagreement, finish_maps
 from sigcam.methods.targets import at_least_float32, branch_logits
 from sigcam.metrics.boxes import boxes_at
 from sigcam.models.preprocess import Preprocess
@@ -30,7 +30,7 @@ from sigcam.ui.sources import Kind, Panel, Request, Source, Top, class_label, sa
 
 SIDE = 288  # pixels of a drawn picture's longer side
 MOST_PANELS = 12
-CHANNELS = 64  # that Score-CAM tries here
+CHANNELS = 64  # tried by Score-CAM
 TOP = 5
 
 
@@ -238,8 +238,7 @@ class Viewer:
         if delta:
             net, passage = shifted(net, passage, delta)
         clamp = source.branch == "sigmoid" and asked.kind == "evidence"
-        tried = CHANNELS if method == "score-cam" else None
-        how = MapConfig(method, source.branch, clamp, scale="raw", top_n=tried)
+        how = MapConfig(method, source.branch, clamp, scale="raw", top_n=CHANNELS)
         ex = explain_pass(
             net, passage, how, classes=torch.tensor([index], device=source.net.device), size="features"
         )
@@ -289,9 +288,8 @@ def _why_dark(low: Tensor, kind: Kind, clamp: bool) -> str:
 # ------------------------------------------------------------------------------------------- many pictures
 
 
-def disagreement(first: Source, second: Source, pictures: Sequence[Image.Image]) -> list[float]:
-    """For each picture how little the unit Grad-CAM maps of its likely class have in common, by two sources:
-    1 minus the sum of their minimum over that of their maximum; 0 for equal maps, 1 for disjoint ones."""
+def disagreements(first: Source, second: Source, pictures: Sequence[Image.Image]) -> list[float]:
+    """Return, for each picture, the disagreement of two sources' unit Grad-CAM maps of its likely class."""
     maps, classes = list[Tensor](), None
     for source in (first, second):
         batch, _ = as_batch(source.net, list(pictures))
@@ -305,5 +303,4 @@ def disagreement(first: Source, second: Source, pictures: Sequence[Image.Image])
             raise DataError("the two models do not know the same classes, so their maps cannot be compared.")
         ex = explain_pass(source.net, passage, MapConfig(branch=source.branch), classes=known, size=(56, 56))  # type: ignore[arg-type]
         maps.append(ex.maps.detach().cpu())
-    low, high = torch.minimum(*maps).flatten(1).sum(1), torch.maximum(*maps).flatten(1).sum(1)
-    return (1 - low / high.clamp(min=1e-12)).tolist()
+    return disagreement(*maps).tolist()
