@@ -59,9 +59,6 @@ def test_a_new_method_is_evaluated_beside_the_others(squared, samples):
 
 def test_a_new_method_is_an_option_of_the_commands(squared, place: Path, monkeypatch: pytest.MonkeyPatch):
     data = ("--model", spec(place), "--branch", "softmax", "--method", squared)
-    words = ("explain", place / "data" / "cat" / "0.png", *data, "--output", place / "maps")
-    assert run(monkeypatch, *words) == 0
-    assert squared in (place / "maps" / "explanation.json").read_text()
     words = ("evaluate", *data, "--data", place / "data", "--output", place / "numbers")
     assert run(monkeypatch, *words) == 0
     rows = json.loads((place / "numbers" / "results.json").read_text())["rows"]

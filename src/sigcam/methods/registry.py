@@ -73,7 +73,7 @@ def _registering(
 ) -> Callable[Concatenate[str, Facts], Callable[[Function], Function]]:
     """Return a decorator factory that takes a name and the facts that `create` takes."""
 
-    def method(name: str, *args: Facts.args, **facts: Facts.kwargs) -> Callable[[Function], Function]:
+    def method(name: str, /, *args: Facts.args, **facts: Facts.kwargs) -> Callable[[Function], Function]:
         """Register the decorated function under `name`; `facts` are the fields of `Method`."""
 
         def register(function: Function) -> Function:
