@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sigcam.data.sample import Samples as Samples
     from sigcam.evaluation.evaluator import evaluate as evaluate
     from sigcam.evaluation.evaluator import evaluate_maps as evaluate_maps
+    from sigcam.evaluation.registry import list_metrics as list_metrics
     from sigcam.evaluation.result import Result as Result
     from sigcam.methods.compat import CAM as CAM
     from sigcam.methods.compat import AblationCAM as AblationCAM
@@ -52,6 +53,7 @@ _HOMES = {
     "data.registry": ("open_dataset",),
     "data.sample": ("Sample", "Samples"),
     "evaluation.evaluator": ("evaluate", "evaluate_maps"),
+    "evaluation.registry": ("list_metrics",),
     "evaluation.result": ("Result",),
     "methods.compat": (
         "AblationCAM",

@@ -20,7 +20,7 @@ from sigcam.drawing.charts import STYLES, Line, line_chart
 from sigcam.evaluation.batch import Variant
 from sigcam.evaluation.curves import curves_of
 from sigcam.evaluation.evaluator import evaluate
-from sigcam.evaluation.examples import LOOKED_AT, Examples, collect_examples
+from sigcam.evaluation.examples import MAX_EXAMPLES, Examples, collect_examples
 from sigcam.methods.explanation import data_uri
 from sigcam.methods.postprocess import disagreement
 from sigcam.metrics.classification import calibration
@@ -178,7 +178,7 @@ def test_a_section_without_parts_says_why():
 def test_a_missing_extra_is_named_with_the_line_that_brings_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(reports, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"pip install 'sigcam\[report\]'"):
-        reports.need_report()
+        reports.require_report_extra()
     assert not reports.can_report()
 
 
@@ -186,7 +186,7 @@ def test_every_template_is_shipped():
     root = Path(__file__).parents[2]
     assert '"reports/templates/*"' in (root / "pyproject.toml").read_text()
     for part in (ReportTable, Charts, Figure, Gallery, NoteList):
-        assert (reports.PAGES / part.template).is_file()
+        assert (reports.TEMPLATES / part.template).is_file()
 
 
 # --- charts ---
@@ -252,25 +252,25 @@ def test_a_look_keeps_the_iou_of_the_box_at_two_tenths(samples: Samples):
     net = prepared(Gap())
     result = evaluate(net, samples, methods=["grad-cam"], metrics=["gt_known_loc", "top1_cls"])
     seen = collect_examples(net, samples, result, batch_size=5, progress=quiet)
-    assert [g.index for g in seen.glances] == list(range(len(samples)))
-    assert seen.cells == (Variant("grad-cam", "softmax", False), Variant("grad-cam", "sigmoid", True))
+    assert [g.index for g in seen.images] == list(range(len(samples)))
+    assert seen.variants == (Variant("grad-cam", "softmax", False), Variant("grad-cam", "sigmoid", True))
     for i, branch in enumerate(("softmax", "sigmoid")):
-        found = 100 * sum(g.ious[i] >= 0.5 for g in seen.glances) / len(samples)
+        found = 100 * sum(g.ious[i] >= 0.5 for g in seen.images) / len(samples)
         assert found == pytest.approx(result.value("gt_known_loc", branch=branch))
-    right = sum(samples[g.index].label == g.predicted for g in seen.glances)
+    right = sum(samples[g.index].label == g.predicted for g in seen.images)
     assert 100 * right / len(samples) == pytest.approx(result.value("top1_cls"))
 
 
 def test_a_look_is_at_a_bounded_number_of_images_drawn_with_the_seed(samples: Samples):
     net = prepared(Gap())
-    many = Samples(tuple(replace(samples[i % 12], id=f"{i}") for i in range(LOOKED_AT + 30)), CLASSES)
+    many = Samples(tuple(replace(samples[i % 12], id=f"{i}") for i in range(MAX_EXAMPLES + 30)), CLASSES)
     result = evaluate(net, samples, methods=["grad-cam"], metrics=["gt_known_loc"])
     looks = [
         collect_examples(net, many, result, batch_size=64, seed=seed, progress=quiet) for seed in (0, 0, 1)
     ]
-    chosen = [[g.index for g in each.glances] for each in looks]
+    chosen = [[g.index for g in each.images] for each in looks]
     assert chosen[0] == chosen[1] != chosen[2]
-    assert all(len(set(c)) == LOOKED_AT and c == sorted(c) for c in chosen)
+    assert all(len(set(c)) == MAX_EXAMPLES and c == sorted(c) for c in chosen)
 
 
 def test_curves_end_where_the_metrics_do(samples: Samples):
@@ -332,9 +332,9 @@ def test_a_difference_is_marked_only_where_its_interval_excludes_zero(samples: S
 
 def test_best_worst_and_disagreeing_images_are_shown_in_their_order(samples: Samples):
     _, seen, read = evaluated(prepared(Gap()), samples)
-    ranked = sorted(seen.glances, key=lambda g: -g.ious[-1])
+    ranked = sorted(seen.images, key=lambda g: -g.ious[-1])
     ids = [samples[g.index].id for g in ranked]
-    apart = [samples[g.index].id for g in sorted(seen.glances, key=lambda g: -(g.disagreement or 0))]
+    apart = [samples[g.index].id for g in sorted(seen.images, key=lambda g: -(g.disagreement or 0))]
     titles = re.findall(r"x/\d+\.png", read.text)
     assert titles == [*ids[:6], *ids[::-1][:6], *apart[:6]]
     assert f"sigmoid: IoU {ranked[0].ious[-1]:.2f}" in read.text
@@ -343,7 +343,7 @@ def test_best_worst_and_disagreeing_images_are_shown_in_their_order(samples: Sam
 def test_without_boxes_images_are_ordered_by_drop_and_the_page_says_so(samples: Samples):
     bare = Samples(tuple(replace(s, boxes=None, open_mask=None) for s in samples), CLASSES)
     result, seen, read = evaluated(prepared(Gap()), bare, metrics=["average_drop"])
-    mean = [100 * sum(g.drops[i] for g in seen.glances) / len(bare) for i in (0, 1)]
+    mean = [100 * sum(g.drops[i] for g in seen.images) / len(bare) for i in (0, 1)]
     assert mean == pytest.approx([result.value("average_drop", branch=b) for b in ("softmax", "sigmoid")])
     assert "has no boxes, so images are ordered by" in read.text
     assert "has no boxes and no masks" in read.text and not read.all("path", "s2")
@@ -358,7 +358,7 @@ def test_without_labels_or_a_fitted_branch_the_page_says_so(samples: Samples):
     _, seen, read = evaluated(net, samples, metrics=["gt_known_loc"], branches=["softmax"])
     assert "the sigmoid branch is not fitted, so there is no evidence" in read.text.lower()
     assert "Maps of one branch alone were evaluated." in read.text
-    assert "evidence 0." not in read.text and not seen.glances[0].evidence
+    assert "evidence 0." not in read.text and not seen.images[0].evidence
 
 
 def test_one_image_is_too_few_to_be_the_best(samples: Samples):
@@ -369,8 +369,8 @@ def test_one_image_is_too_few_to_be_the_best(samples: Samples):
 def test_a_page_without_any_map_measured_says_so_and_still_tells_how_reliable_scores_are(samples: Samples):
     _, seen, read = evaluated(prepared(Gap()), samples, metrics=["top1_cls"])
     assert "No number that needs a map was asked for." in read.text and "top1 cls" in read.text
-    right = [samples[g.index].label == g.predicted for g in seen.glances]
-    scores = torch.tensor([g.probability for g in seen.glances])[:, None]
+    right = [samples[g.index].label == g.predicted for g in seen.images]
+    scores = torch.tensor([g.probability for g in seen.images])[:, None]
     error = calibration(scores, torch.tensor(right)[:, None]).error
     assert f"softmax probability, error {error:.3f}" in read.text
     assert "sigmoid evidence, error" in read.text

@@ -21,7 +21,7 @@ from sigcam.core.types import Progress
 from sigcam.data.fingerprint import data_fingerprint, files_fingerprint
 from sigcam.data.labels import match_classes
 from sigcam.data.sample import Samples
-from sigcam.evaluation.checkpoint import circumstances
+from sigcam.evaluation.checkpoint import data_facts
 from sigcam.models.classifier import Classifier, load_classifier, save_classifier
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.attachment import attach
@@ -108,7 +108,7 @@ def _kept(file: Path) -> Iterator[None]:
 
 def _made_of(plan: Plan, train: Samples, classifier: Classifier) -> list[Any]:
     """What a classifier that is kept depends on besides its recipe."""
-    around = circumstances(train, classifier.transform, torch.device(plan.device))
+    around = data_facts(train, classifier.transform, torch.device(plan.device))
     return [plan.backbone, repr(classifier.model), *around]
 
 

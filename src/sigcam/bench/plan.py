@@ -23,7 +23,7 @@ from sigcam.core.types import Progress
 from sigcam.data.labels import check_disjoint, match_classes
 from sigcam.data.registry import open_dataset
 from sigcam.data.sample import Samples
-from sigcam.evaluation.checkpoint import shaping
+from sigcam.evaluation.checkpoint import evaluation_facts
 from sigcam.evaluation.evaluator import evaluate
 from sigcam.evaluation.result import Result
 from sigcam.metrics.base import ImageMetric
@@ -151,7 +151,7 @@ def measured(
     head's signed maps (`delta`) and, of clamped ones, from its clamped maps (`beside`). They come from the
     output folder if this very evaluation was done before."""
     samples = match_classes(samples, net.classes, net.class_names)
-    made_of = shaping(net, samples, net.transform), how, plan.batch_size, CONTROL
+    made_of = evaluation_facts(net, samples, net.transform), how, plan.batch_size, CONTROL
     path = plan.output / "parts" / f"{name}-{hash_of(made_of)[:12]}.json"
     with suppress(OSError, ValueError):  # not there, or damaged: it is made anew
         kept: list[Row] = json.loads(path.read_text())
@@ -214,9 +214,9 @@ def table_rows(result: Result, dataset: str, zoom: float) -> list[Row]:
         for key, metric in result.metrics.items():
             if key[:3] == cell:
                 for name, base in (("delta", BASELINE), ("beside", CONTROL)):
-                    control = result.metrics.get((method, *base, key[3]))
+                    control = result.metrics.get(key._replace(branch=base[0], clamp=base[1]))
                     if control is not None and (branch, clamp) != base and (name == "delta" or clamp):
-                        row[name] |= _difference(metric, control, key[3])
+                        row[name] |= _difference(metric, control, key.label)
         found.append(row)
     return found
 

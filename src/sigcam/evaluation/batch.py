@@ -1,4 +1,4 @@
-"""From one batch of images to what the metrics are updated with."""
+"""From a batch of images to what the metrics are updated with."""
 
 from __future__ import annotations
 
@@ -35,150 +35,152 @@ SCORERS: dict[Scorer, str] = {
 
 
 class Variant(NamedTuple):
-    """One way to draw maps; None where others drew them, or where none are needed."""
+    """One way to draw maps; branch and clamp are None for maps of unknown origin."""
 
     method: str | None = None
     branch: Branch | None = None
     clamp: bool | None = None
 
-    def drawing(self, scale: Scale = "unit") -> MapConfig:
-        """The same for `explain`."""
+    def map_config(self, scale: Scale = "unit") -> MapConfig:
+        """The settings to draw these maps with."""
         assert self.method is not None and self.branch is not None
         return MapConfig(self.method, self.branch, self.clamp, scale=scale)
 
-    def standing_for(self, net: DualBranch) -> Variant:
-        """The simplest cell with the same maps (PROTOCOL 4.2): some methods have no negative weights, and
-        on a head that is global average + linear, some gradients are all alike."""
+    def simplest_equal(self, net: DualBranch) -> Variant:
+        """The simplest variant with the same maps (PROTOCOL 4.2): some methods have no negative weights, and
+        on a head of global average pooling and a linear layer some methods are one."""
         assert self.method is not None
         facts, head = METHODS[self.method], "sigmoid" if self.branch == "sigmoid" else "softmax"
         twin = facts.linear_twin if head in net.linear else None
         return self._replace(method=twin or self.method, clamp=self.clamp if facts.signed else True)
 
 
+NO_MAPS = Variant()  # of metrics that need no maps
+
+
 @dataclass(frozen=True)
 class BatchEvaluator:
-    """What is asked of the network for each batch."""
+    """Draws the maps of a batch and computes whatever the chosen metrics use."""
 
     net: DualBranch
-    measures: Mapping[str, MetricSpec]
+    specs: Mapping[str, MetricSpec]
     class_from: Literal["label", "predicted"]
     scorers: tuple[Scorer, ...]
     zoom: float
 
-    def uses(self, *kinds: str) -> bool:
-        return any(measure.uses in kinds for measure in self.measures.values())
+    def uses(self, *parts: str) -> bool:
+        """Whether a metric uses one of these parts of the record."""
+        return any(spec.uses in parts for spec in self.specs.values())
 
-    def needs(self, what: str) -> bool:
-        return any(what in measure.needs for measure in self.measures.values())
+    def needs(self, annotation: str) -> bool:
+        """Whether a metric, or the choice of the class to locate, needs this annotation."""
+        by_label = annotation == "labels" and self.class_from == "label" and self.uses("maps")
+        return by_label or any(annotation in spec.needs for spec in self.specs.values())
 
-    @property
-    def boxes(self) -> bool:
-        return self.needs("boxes")
-
-    @property
-    def masks(self) -> bool:
-        return self.needs("masks")
-
-    @property
-    def labels(self) -> bool:
-        return self.needs("labels") or (self.class_from == "label" and self.uses("maps"))
-
-    def judged(
-        self, batch: Batch, samples: Sequence[Sample], cells: Sequence[Variant]
+    def records(
+        self, batch: Batch, samples: Sequence[Sample], variants: Sequence[Variant]
     ) -> Iterator[tuple[Variant, BatchRecord]]:
-        """What is known of the batch, without maps and for each cell with its maps."""
+        """The records of the batch: without maps first, then with the maps of each variant."""
         net = self.net
         images = batch.images.to(net.device, next(net.model.parameters()).dtype)
-        passage = net.run(images, grad=True)  # the one pass that all cells share
-        height, width = passage.image
-        labels = batch.labels.to(net.device) if self.labels and batch.labels is not None else None
-        seen = BatchRecord([sample.id for sample in samples])
-        if self.boxes:
-            pairs = zip(samples, batch.sizes, strict=True)
-            seen = replace(seen, boxes=[boxes_for(sample, size, width, height) for sample, size in pairs])
-        if self.masks:
-            seen = replace(seen, masks=[mask_for(sample, width, height) for sample in samples])
-        if labels is not None:
-            ranked = _probabilities(net, passage) if net.classes == 1 else at_least_float32(passage.softmax)
-            seen = replace(seen, top={k: in_top(ranked, labels, k).cpu() for k in (1, 5)})
-        yield Variant(), seen
-        predicted, _ = choose_classes(net, passage, None)  # (B, 1)
-        chosen = labels[:, None] if labels is not None and self.class_from == "label" else predicted
-        finer, larger = zoomed(net, images, self.zoom)
-        fine = passage if finer is net and larger is images else finer.run(larger, grad=True)
-        done = dict[Variant, BatchRecord]()  # maps that are the same by an identity are drawn once
-        for cell in cells:
-            same = cell.standing_for(net)
-            if same not in done:
-                done[same] = self._drawn(same, passage, (finer, fine), chosen, predicted, seen)
-            yield cell, done[same]
+        forward = net.run(images, grad=True)  # the one pass that all variants share
+        labels = batch.labels.to(net.device) if self.needs("labels") and batch.labels is not None else None
+        record = self._annotations(batch, samples, forward, labels)
+        yield NO_MAPS, record
+        predicted, _ = choose_classes(net, forward, None)  # (B, 1)
+        located = labels[:, None] if labels is not None and self.class_from == "label" else predicted
+        zoomed_net, larger = zoomed(net, images, self.zoom)
+        same = zoomed_net is net and larger is images
+        source = zoomed_net, forward if same else zoomed_net.run(larger, grad=True)
+        drawn = dict[Variant, BatchRecord]()  # equal maps are drawn once
+        for variant in variants:
+            simplest = variant.simplest_equal(net)
+            if simplest not in drawn:
+                drawn[simplest] = self._with_maps(record, simplest, forward, source, located, predicted)
+            yield variant, drawn[simplest]
 
-    def _drawn(
-        self,
-        cell: Variant,
-        passage: ForwardPass,
-        fine: tuple[DualBranch, ForwardPass],
-        chosen: Tensor,
-        predicted: Tensor,
-        seen: BatchRecord,
+    def _annotations(
+        self, batch: Batch, samples: Sequence[Sample], forward: ForwardPass, labels: Tensor | None
     ) -> BatchRecord:
-        """`seen` with the cell's maps, drawn from the finer pass, and what the network says of the images
-        that they mask."""
-        net, fidelity = self.net, self.uses("kept", "scores", "curves")
-        assert cell.method is not None
-        own = fidelity and METHODS[cell.method].finish == "min-max"  # masks are finished otherwise
-        wanted = [chosen] if self.uses("maps") else []
-        wanted += [predicted] if fidelity and not own else []
-        if wanted:
-            classes = torch.cat(wanted, 1)
-            drawn = explain_pass(*fine, cell.drawing(), classes=classes, size=passage.image).maps
-            seen = replace(seen, maps=drawn[:, 0].cpu()) if self.uses("maps") else seen
+        """The record of the batch without maps."""
+        height, width = forward.image
+        record = BatchRecord([sample.id for sample in samples])
+        if self.needs("boxes"):
+            pairs = zip(samples, batch.sizes, strict=True)
+            record = replace(record, boxes=[boxes_for(sample, size, width, height) for sample, size in pairs])
+        if self.needs("masks"):
+            record = replace(record, masks=[mask_for(sample, width, height) for sample in samples])
+        if labels is not None:
+            one_logit = self.net.classes == 1
+            scores = _probabilities(self.net, forward) if one_logit else at_least_float32(forward.softmax)
+            record = replace(record, correct={k: in_top(scores, labels, k).cpu() for k in (1, 5)})
+        return record
+
+    def _with_maps(
+        self,
+        record: BatchRecord,
+        variant: Variant,
+        forward: ForwardPass,
+        source: tuple[DualBranch, ForwardPass],
+        located: Tensor,
+        predicted: Tensor,
+    ) -> BatchRecord:
+        """The record with the variant's maps, drawn from the pass in `source`, and the scores of the images
+        masked by them."""
+        net, fidelity = self.net, self.uses("predicted_maps", "scores", "curves")
+        assert variant.method is not None
+        cam = fidelity and METHODS[variant.method].finish == "min-max"  # masks are resized otherwise
+        classes = [located] * self.uses("maps") + [predicted] * (fidelity and not cam)
+        if classes:
+            config, size = variant.map_config(), forward.image
+            maps = explain_pass(*source, config, classes=torch.cat(classes, 1), size=size).maps
+            record = replace(record, maps=maps[:, 0].cpu()) if self.uses("maps") else record
         if not fidelity:
-            return seen
-        masks = _cam_masks(*fine, cell, predicted, passage.image) if own else drawn[:, -1]  # (B, H, W)
-        seen = replace(seen, kept=masks.cpu())
+            return record
+        masks = _cam_masks(*source, variant, predicted, forward.image) if cam else maps[:, -1]  # (B, H, W)
+        record = replace(record, predicted_maps=masks.cpu())
         if self.uses("scores"):
             with torch.no_grad():
-                masked = net.run(passage.images * masks[:, None].to(passage.images.dtype))
+                masked = net.run(forward.images * masks[:, None].to(forward.images.dtype))
             scores = dict[str, tuple[Tensor, Tensor]]()
             for scorer in self.scorers:
-                before, after = (_confidence(net, p, scorer, cell, predicted) for p in (passage, masked))
+                before, after = (_score(net, f, scorer, variant, predicted) for f in (forward, masked))
                 scores[scorer] = before, after
-            seen = replace(seen, scores=scores)
+            record = replace(record, scores=scores)
         if self.uses("curves"):
             curves = insertion_deletion_curves(
-                lambda images: _probabilities(net, net.run(images)), passage.images, masks, predicted[:, 0]
+                lambda images: _probabilities(net, net.run(images)), forward.images, masks, predicted[:, 0]
             )
-            seen = replace(seen, curves=tuple(curve.cpu() for curve in curves))
-        return seen
+            record = replace(record, curves=tuple(curve.cpu() for curve in curves))
+        return record
 
 
 def _cam_masks(
-    net: DualBranch, passage: ForwardPass, cell: Variant, classes: Tensor, size: GridSize
+    net: DualBranch, forward: ForwardPass, variant: Variant, classes: Tensor, size: GridSize
 ) -> Tensor:
     """CAM as a mask, (B, H, W): scaled at low resolution, then resized bilinearly (PROTOCOL 6)."""
-    low = explain_pass(net, passage, cell.drawing("raw"), classes=classes, size="features").maps
+    maps = explain_pass(net, forward, variant.map_config("raw"), classes=classes, size="features").maps
     with torch.no_grad():
-        return resize(unit_range(low, eps=1e-7), size, "bilinear")[:, 0]
+        return resize(unit_range(maps, eps=1e-7), size, "bilinear")[:, 0]
 
 
-def _confidence(
-    net: DualBranch, passage: ForwardPass, scorer: Scorer, cell: Variant, classes: Tensor
+def _score(
+    net: DualBranch, forward: ForwardPass, scorer: Scorer, variant: Variant, classes: Tensor
 ) -> Tensor:
-    """The classes' scores, (B,), for (B, 1) classes."""
+    """The scores (B,) of (B, 1) classes."""
     if scorer == "softmax":
-        scores = _probabilities(net, passage)
+        scores = _probabilities(net, forward)
     else:
-        branch: Branch = "sigmoid" if scorer == "sigmoid" else cell.branch or "softmax"
-        logits = at_least_float32(branch_logits(passage, branch).detach())
+        branch: Branch = "sigmoid" if scorer == "sigmoid" else variant.branch or "softmax"
+        logits = at_least_float32(branch_logits(forward, branch).detach())
         logits = torch.cat([-logits, logits], 1) if net.classes == 1 else logits
         scores = logits.sigmoid() if scorer == "sigmoid" or net.classes == 1 else logits.softmax(1)
     return scores.gather(1, classes)[:, 0].cpu()
 
 
-def _probabilities(net: DualBranch, passage: ForwardPass) -> Tensor:
-    """What the classifier's own head says, (B, C), or (B, 2) for one logit."""
-    output = at_least_float32(passage.softmax)
+def _probabilities(net: DualBranch, forward: ForwardPass) -> Tensor:
+    """Class probabilities (B, C) of the classifier's own head, (B, 2) for one logit."""
+    output = at_least_float32(forward.softmax)
     if net.classes > 1:
         return output if net.split.output == "probabilities" else output.softmax(1)
     positive = output if net.split.output == "probabilities" else output.sigmoid()

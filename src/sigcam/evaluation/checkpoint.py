@@ -1,101 +1,68 @@
-"""Where a long evaluation stands, on disk, so that one that was killed goes on from there."""
+"""EvalCheckpoint: resume an evaluation that was interrupted."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import pickle
 import time
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sigcam.core.checkpoint import Checkpoint
 from sigcam.core.distributed import rank, world_size
 from sigcam.core.manifest import versions
+from sigcam.core.types import Skipped
 from sigcam.data.fingerprint import data_fingerprint, files_fingerprint
 from sigcam.data.sample import Samples
-from sigcam.metrics.base import ImageMetric
+from sigcam.evaluation.metric_table import MetricTable
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.dual import DualBranch
 
-EVERY = 15.0  # seconds of work that a kill costs at most, beside the batch in flight
-Skips = list[tuple[str, str]]
+EVERY = 15.0  # seconds between two saves
 
 
-def shaping(net: DualBranch, samples: Samples, transform: Any) -> list[Any]:
-    """All of a network, of images and of this machine that numbers depend on, in a form to compare."""
-    prints = fingerprint(net.original), fingerprint(net.sigmoid), repr(net.original), repr(net.split)
-    return [*prints, net.model is net.original, *circumstances(samples, transform, net.device)]
+def evaluation_facts(net: DualBranch, samples: Samples, transform: Any) -> list[Any]:
+    """Everything about a network, the samples and this machine that numbers depend on."""
+    weights = fingerprint(net.original), fingerprint(net.sigmoid)
+    structure = repr(net.original), repr(net.split), net.model is net.original
+    return [*weights, *structure, *data_facts(samples, transform, net.device)]
 
 
-def circumstances(samples: Samples, transform: Any, device: torch.device) -> list[Any]:
-    """What numbers depend on besides a network: images, preprocessing, machine."""
+def data_facts(samples: Samples, transform: Any, device: torch.device) -> list[Any]:
+    """Everything but the network that numbers depend on: samples, preprocessing, machine."""
     images = data_fingerprint(samples), files_fingerprint(samples), str(transform)
     return [*images, device.type, torch.get_num_threads(), versions()]
 
 
 class EvalCheckpoint:
-    """Sums so far and how many images they are of, in a file that is written whole now and then.
+    """The state of an unfinished evaluation, one file per process.
 
     Args:
-        path: of the file, each process with its own; None keeps nothing.
-        about: all that shapes the numbers: a file about anything else is written over.
+        path: of the file; None saves nothing.
+        facts: everything that the numbers depend on.
+        table: the metrics to save and restore.
     """
 
-    def __init__(self, path: Path | None, about: Any) -> None:
-        text = json.dumps([about, world_size()], sort_keys=True, default=str)
-        self._about = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        self._path = path and path.with_name(f"{path.name}.{rank()}")
-        self._written = time.monotonic()
+    def __init__(self, path: Path | None, facts: Any, table: MetricTable) -> None:
+        file = path and path.with_name(f"{path.name}.{rank()}")
+        self._file = Checkpoint(file, [facts, world_size()])
+        self._table = table
+        self._saved_at = time.monotonic()
 
-    def resume(self, metrics: Mapping[Any, ImageMetric], blank: Mapping[Any, list[int]]) -> tuple[int, Skips]:
-        """Puts the sums back; returns how many images they are of, and what of these was skipped."""
-        if self._path is None or not self._path.is_file():
+    def resume(self) -> tuple[int, list[Skipped]]:
+        """Restore the metrics; return how many samples are done, and those of them that were skipped."""
+        state = self._file.load()
+        if state is None:
             return 0, []
-        try:
-            held: dict[str, Any] = torch.load(self._path, weights_only=True)
-            if held["about"] != self._about:
-                return 0, []
-            states, counted = held["states"], held["blank"]
-            skipped = [(str(name), str(reason)) for name, reason in held["skipped"]]
-        except (RuntimeError, pickle.UnpicklingError, KeyError, EOFError, OSError):  # cut short, or not ours
-            return 0, []
-        for metric, state in zip(metrics.values(), states, strict=True):
-            for name, value in state.items():
-                setattr(metric, name, value)
-            metric._update_count = 1
-        for numbers, before in zip(blank.values(), counted, strict=True):
-            numbers[:] = before
-        return int(held["done"]), skipped
+        self._table.load_state(state["table"])
+        return int(state["done"]), [(str(id), str(reason)) for id, reason in state["skipped"]]
 
-    def note(
-        self,
-        done: int,
-        skipped: Skips,
-        metrics: Mapping[Any, ImageMetric],
-        blank: Mapping[Any, list[int]],
-    ) -> None:
-        """Writes where things stand, if that was not done lately."""
-        if self._path is None or time.monotonic() - self._written < EVERY:
-            return
-        held = {
-            "about": self._about,
-            "done": done,
-            "skipped": skipped,
-            "states": [metric.metric_state for metric in metrics.values()],
-            "blank": list(blank.values()),
-        }
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._path.with_name(self._path.name + ".part")
-        torch.save(held, draft)
-        draft.replace(self._path)
-        self._written = time.monotonic()
+    def save(self, done: int, skipped: list[Skipped]) -> None:
+        """Save the metrics, at most once in `EVERY` seconds."""
+        if self._file.path is not None and time.monotonic() - self._saved_at >= EVERY:
+            self._file.save({"done": done, "skipped": skipped, "table": self._table.state()})
+            self._saved_at = time.monotonic()
 
-    def close(self) -> None:
-        """Removes the file: the evaluation is done."""
-        if self._path is not None:
-            with suppress(OSError):
-                self._path.unlink()
+    def remove(self) -> None:
+        """Delete the file: the evaluation is done."""
+        self._file.remove()

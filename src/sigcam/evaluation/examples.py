@@ -1,4 +1,4 @@
-"""What a report needs beyond an evaluation's numbers: curves from its sums, and a look at some images."""
+"""Examples: the maps of some images, with a few numbers of each, for the report of an evaluation."""
 
 from __future__ import annotations
 
@@ -17,33 +17,36 @@ from sigcam.evaluation.batch import Variant
 from sigcam.evaluation.registry import boxes_for
 from sigcam.evaluation.result import FIXED, Result
 from sigcam.methods.explainer import explain_pass
-from sigcam.methods.explanation import Explanation
 from sigcam.methods.inputs import Scores
 from sigcam.methods.postprocess import disagreement
-from sigcam.metrics.boxes import best_ious
-from sigcam.network.dual import DualBranch
+from sigcam.metrics.boxes import box_ious, boxes_at, to_levels
+from sigcam.network.dual import DualBranch, ForwardPass
 
-LOOKED_AT = 200  # images
-
-
-# ------------------------------------------------------------------------------------- a look at some images
+MAX_EXAMPLES = 200  # images
 
 
 @dataclass(frozen=True)
 class Example:
-    """What is kept of one image: small, so that many can be.
+    """One image.
 
     Args:
-        index: where it is in the samples.
-        ious: of each cell, the IoU of its box at threshold 0.2 with the best ground-truth box; () without.
-        drops: of each cell, the share of confidence lost when only what the map shows is kept; () with boxes.
-        disagreement: of the maps of two branches, None where there is one.
+        index: its position in the samples.
+        evidence: of the predicted class; None if the branch is not fitted.
+        maps: (variants, H, W) uint8, 255 for 1: small, so that many can be kept.
+        boxes: of each variant, the box at threshold 0.2.
+        truth: ground-truth boxes in map pixels.
+        ious: of each variant, the best IoU of its box with a ground-truth box; () without boxes.
+        drops: of each variant, the share of confidence lost on image times map; () with boxes.
+        disagreement: of the maps of two branches; None if there is only one.
     """
 
     index: int
     predicted: int
     probability: float
     evidence: float | None
+    maps: Tensor = field(repr=False)
+    boxes: tuple[list[int], ...]
+    truth: list[list[int]]
     ious: tuple[float, ...]
     drops: tuple[float, ...]
     disagreement: float | None
@@ -51,14 +54,19 @@ class Example:
 
 @dataclass(frozen=True)
 class Examples:
-    """Glances at up to `LOOKED_AT` images of the samples, and the cells whose maps were looked at."""
+    """Up to `MAX_EXAMPLES` images of the samples, and the variants that their maps are of."""
 
     net: DualBranch
     samples: Samples
-    cells: tuple[Variant, ...]
+    variants: tuple[Variant, ...]
     labelled: bool
     boxed: bool
-    glances: tuple[Example, ...] = field(repr=False)
+    images: tuple[Example, ...] = field(repr=False)
+
+    def class_name(self, index: int) -> str:
+        """The name of a class of the classifier, or its number."""
+        names = self.net.class_names or ()
+        return names[index] if index < len(names) else f"class {index}"
 
 
 def collect_examples(
@@ -71,55 +79,48 @@ def collect_examples(
     seed: int = 0,
     progress: Progress,
 ) -> Examples:
-    """Draws maps of some images again, by the first method that was evaluated, and keeps a few numbers: of
-    the labels' classes where boxes are to be met, else of the predicted ones, as `evaluate` does."""
+    """Draw the maps of randomly chosen images by the first method that was evaluated: of the labels' classes
+    where there are boxes to locate, otherwise of the predicted ones, as `evaluate` does."""
     assert net.transform is not None
-    samples, labelled = _labelled(samples, net)
+    samples, labelled = _with_net_labels(samples, net)
     boxed = all(sample.boxes for sample in samples)
-    cells = _cells_of(result)
+    variants = _first_method(result)
+    pair = compared(variants)
     generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randperm(len(samples), generator=generator)[:LOOKED_AT].sort().values.tolist()
-    some = Samples(tuple(samples[i] for i in chosen), samples.classes)
-    glances = list[Example]()
-    for batch in load_batches(some, net.transform, batch_size=batch_size, workers=workers):
-        drawn = drawn_by(net, batch.images, cells, batch.labels if labelled and boxed else None)
-        first = drawn[0]
-        maps = [ex.maps.cpu() for ex in drawn]
-        predicted = first.top_classes[:, 0].tolist()
-        truths = (
-            [
-                boxes_for(some[i], size, maps[0].shape[2], maps[0].shape[1])
-                for i, size in zip(batch.indices, batch.sizes, strict=True)
-            ]
-            if boxed
-            else []
-        )
-        ious = (
-            [best_ious(m, truths, mode="largest")[:, round(1000 * FIXED)].tolist() for m in maps]
-            if boxed
-            else []
-        )
-        drops = [] if boxed else [_drops(net, batch.images, m, predicted) for m in maps]
-        pair = pair_of(cells)
+    chosen = torch.randperm(len(samples), generator=generator)[:MAX_EXAMPLES].sort().values.tolist()
+    subset = Samples(tuple(samples[i] for i in chosen), samples.classes)
+    examples = list[Example]()
+    for batch in load_batches(subset, net.transform, batch_size=batch_size, workers=workers):
+        forward = net.run(batch.images.to(net.device, next(net.model.parameters()).dtype), grad=True)
+        classes = batch.labels.to(net.device) if labelled and boxed and batch.labels is not None else None
+        drawn = [explain_pass(net, forward, variant.map_config(), classes=classes) for variant in variants]
+        maps = torch.stack([ex.maps.cpu() for ex in drawn], 1)  # (B, V, H, W)
+        predicted = drawn[0].top_classes[:, 0]
+        drops = None if boxed else _drops(net, forward, maps, predicted)
         for i, index in enumerate(batch.indices):
-            apart = None if pair is None else float(disagreement(maps[pair[0]][i], maps[pair[1]][i]))
-            glances.append(
-                Example(
-                    chosen[index],
-                    int(predicted[i]),
-                    float(first.top_probability[i, 0]),
-                    float(first.top_evidence[i, 0]) if net.fitted else None,
-                    tuple(values[i] for values in ious),
-                    tuple(values[i] for values in drops),
-                    apart,
-                )
+            boxes = torch.cat(boxes_at(maps[i], FIXED))  # (V, 4)
+            truth = torch.zeros(0, 4, dtype=torch.int64)
+            if boxed:
+                truth = boxes_for(subset[index], batch.sizes[i], maps.shape[3], maps.shape[2])
+            example = Example(
+                chosen[index],
+                int(predicted[i]),
+                float(drawn[0].top_probability[i, 0]),
+                float(drawn[0].top_evidence[i, 0]) if net.fitted else None,
+                to_levels(maps[i]),
+                tuple(boxes.tolist()),
+                truth.tolist(),
+                tuple(float(box_ious(box, truth).max()) for box in boxes) if boxed else (),
+                () if drops is None else tuple(drops[i].tolist()),
+                None if pair is None else float(disagreement(maps[i, pair[0]], maps[i, pair[1]])),
             )
-        progress("report", len(glances), len(some))
-    return Examples(net, samples, cells, labelled, boxed, tuple(glances))
+            examples.append(example)
+        progress("report", len(examples), len(subset))
+    return Examples(net, samples, variants, labelled, boxed, tuple(examples))
 
 
-def _labelled(samples: Samples, net: DualBranch) -> tuple[Samples, bool]:
-    """The samples with the classifier's labels, if all have one that it knows."""
+def _with_net_labels(samples: Samples, net: DualBranch) -> tuple[Samples, bool]:
+    """The samples with the classifier's labels, and whether all have one that it knows."""
     if any(sample.label is None for sample in samples):
         return samples, False
     try:
@@ -128,38 +129,28 @@ def _labelled(samples: Samples, net: DualBranch) -> tuple[Samples, bool]:
         return samples, False
 
 
-def _cells_of(result: Result) -> tuple[Variant, ...]:
-    """The cells of the first method that was evaluated, a row of the table each; if none, the plainest."""
-    keys = [(r["method"], r["branch"], r["clamp"]) for r in result.rows if r["method"] is not None]
-    keys = keys or [("grad-cam", "softmax", False)]
-    return tuple(Variant(*key) for key in dict.fromkeys(keys) if key[0] == keys[0][0])
+def _first_method(result: Result) -> tuple[Variant, ...]:
+    """The variants of the first method that was evaluated; Grad-CAM of the softmax head if there is none."""
+    rows = [(row["method"], row["branch"], row["clamp"]) for row in result.rows if row["method"] is not None]
+    rows = rows or [("grad-cam", "softmax", False)]
+    return tuple(Variant(*row) for row in dict.fromkeys(rows) if row[0] == rows[0][0])
 
 
-def pair_of(cells: Sequence[Variant]) -> tuple[int, int] | None:
-    """Two cells whose maps are compared: the first of the first branch, the last of another."""
-    others = [i for i, cell in enumerate(cells) if cell.branch != cells[0].branch]
+def compared(variants: Sequence[Variant]) -> tuple[int, int] | None:
+    """The two variants whose maps are compared: the first, and the last of another branch."""
+    others = [i for i, variant in enumerate(variants) if variant.branch != variants[0].branch]
     return (0, others[-1]) if others else None
 
 
-def drawn_by(
-    net: DualBranch, images: Tensor, cells: Sequence[Variant], labels: Tensor | None
-) -> list[Explanation]:
-    """The maps of a batch by every cell, from one pass: of the labels' classes, else the predicted."""
-    images = images.to(net.device, next(net.model.parameters()).dtype)
-    passage = net.run(images, grad=True)
-    classes = None if labels is None else labels.to(net.device)
-    return [explain_pass(net, passage, cell.drawing(), classes=classes) for cell in cells]
+def _drops(net: DualBranch, forward: ForwardPass, maps: Tensor, predicted: Tensor) -> Tensor:
+    """Relative loss of the predicted classes' probability on image times map, (B, V)."""
+    chosen = predicted.to(net.device)[:, None]
 
+    def probability(run: ForwardPass) -> Tensor:
+        return Scores.of(net, run, "softmax", chosen).probability[:, 0].double().cpu()
 
-def _drops(net: DualBranch, images: Tensor, maps: Tensor, predicted: Sequence[int]) -> list[float]:
-    """Relative loss of the predicted classes' probability on image times map, (B,)."""
-    images = images.to(net.device, next(net.model.parameters()).dtype)
-    masked = images * maps[:, None].to(images)
     with torch.no_grad():
-        before, after = (_probability(net, x, predicted) for x in (images, masked))
-    return ((before - after).clamp(min=0) / (before + 1e-7)).tolist()
-
-
-def _probability(net: DualBranch, images: Tensor, classes: Sequence[int]) -> Tensor:
-    index = torch.tensor(classes, device=net.device)[:, None]
-    return Scores.of(net, net.run(images), "softmax", index).probability[:, 0].double().cpu()
+        before = probability(forward)
+        masked = (net.run(forward.images * each[:, None].to(forward.images)) for each in maps.unbind(1))
+        after = torch.stack([probability(run) for run in masked], 1)
+    return (before[:, None] - after).clamp(min=0) / (before[:, None] + 1e-7)

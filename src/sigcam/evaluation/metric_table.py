@@ -1,66 +1,92 @@
-"""The metrics of every variant, and how a batch updates them."""
+"""MetricTable: the metrics of every variant, updated batch by batch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
+from typing import Any
 
 import torch
 
 from sigcam.core.distributed import all_reduce_sum
-from sigcam.evaluation.batch import Variant
+from sigcam.evaluation.batch import NO_MAPS, Variant
 from sigcam.evaluation.registry import BatchRecord, MetricSpec
-from sigcam.evaluation.result import Key, Result, Row, metric_rows
+from sigcam.evaluation.result import MetricKey, Metrics, Result, Row, metric_rows
 from sigcam.metrics.base import ImageMetric
 
 
 class MetricTable:
-    """The metrics of each cell, and how many of its maps are blank."""
+    """The metrics of each variant, with its number of images and of blank maps."""
 
     def __init__(
         self,
-        measures: Mapping[str, MetricSpec],
-        cells: Sequence[Variant],
+        specs: Mapping[str, MetricSpec],
+        variants: Sequence[Variant],
         scorers: Sequence[str],
         intervals: bool,
     ) -> None:
-        self.metrics = dict[Key, ImageMetric]()
-        self._told = dict[Variant, list[tuple[MetricSpec, ImageMetric, str]]]()
-        self._scorers = dict[Key, str]()
-        for (name, measure), cell in product(measures.items(), (Variant(), *cells)):
-            if (measure.uses == "classes") != (cell == Variant()):
-                continue
-            for scorer in scorers if measure.uses == "scores" else ("",):
-                key = (*cell, name if scorer in ("", "softmax") else f"{name}:{scorer}")
-                self.metrics[key] = metric = measure.make(intervals=intervals)
-                self._scorers[key] = scorer
-                self._told.setdefault(cell, []).append((measure, metric, scorer))
-        self.blank = {cell: [0, 0] for cell in cells if cell in self._told}  # blank maps, maps
+        self._specs = specs
+        self._metrics = dict[MetricKey, ImageMetric]()
+        for (name, spec), variant in product(specs.items(), (NO_MAPS, *variants)):
+            if (spec.uses == "correct") == (variant == NO_MAPS):
+                for scorer in scorers if spec.uses == "scores" else (None,):
+                    key = MetricKey(*variant, name, scorer)
+                    self._metrics[key] = spec.create(intervals=intervals)
+        measured = {key[:3] for key in self._metrics}
+        self._counts = {v: [0, 0] for v in (*variants, NO_MAPS) if v in measured}  # images, blank maps
 
-    def tell(self, cell: Variant, seen: BatchRecord) -> None:
-        """Count a batch of maps."""
-        for measure, metric, scorer in self._told.get(cell, ()):
-            measure.tell(metric, seen, scorer)
-        if cell in self.blank:
-            maps = seen.maps if len(seen.maps) or seen.kept is None else seen.kept
-            self.blank[cell][0] += int((~maps.flatten(1).any(1)).sum())
-            self.blank[cell][1] += len(maps)
+    def update(self, variant: Variant, batch: BatchRecord) -> None:
+        """Update the metrics of a variant with a batch."""
+        if variant not in self._counts:
+            return
+        for key, metric in self._metrics.items():
+            if key[:3] == variant:
+                self._specs[key.metric].update(metric, batch, key.scorer)
+        self._counts[variant][0] += len(batch.ids)
+        maps = batch.predicted_maps if batch.maps is None else batch.maps
+        if maps is not None:
+            self._counts[variant][1] += int((~maps.flatten(1).any(1)).sum())
 
-    def rows(self, val: Result | None) -> list[Row]:
-        """All numbers; the share of blank maps last."""
-        found = [
+    def state(self) -> dict[str, Any]:
+        """Everything counted so far, as tensors and plain numbers."""
+        return {
+            "metrics": [metric.metric_state for metric in self._metrics.values()],
+            "counts": list(self._counts.values()),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned for a table of the same metrics."""
+        for metric, values in zip(self._metrics.values(), state["metrics"], strict=True):
+            for name, value in values.items():
+                setattr(metric, name, value)
+            metric._update_count = 1
+        self._counts = dict(zip(self._counts, state["counts"], strict=True))
+
+    def result(
+        self,
+        left_out: Sequence[tuple[str, str]],
+        skipped: Sequence[tuple[str, str]],
+        about: dict[str, Any],
+        val: Result | None,
+    ) -> Result:
+        """The result over all processes, each of which must call this."""
+        counts: dict[tuple[Any, ...], list[int]] = {
+            variant: all_reduce_sum(torch.tensor(count)).tolist() for variant, count in self._counts.items()
+        }
+        rows = [
             row
-            for key, metric in self.metrics.items()
-            for row in metric_rows(key, metric, scorer=self._scorers[key] or None, val=val)
+            for key, metric in self._metrics.items()
+            for row in metric_rows(key, metric, images=counts[key[:3]][0], val=val)
         ]
         empty = dict.fromkeys(("low", "high", "threshold", "threshold_from", "scorer"))
-        for cell, counted in self.blank.items():
-            blank, images = all_reduce_sum(torch.tensor(counted)).tolist()
-            value = {"metric": "blank_maps", "value": 100 * blank / images, "images": images}
-            found.append({**cell._asdict(), **empty, **value})
-        return found
+        for variant in self._counts:
+            images, blank = counts[variant]
+            if variant != NO_MAPS:
+                value: Row = {"metric": "blank_maps", "value": 100 * blank / images, "images": images}
+                rows.append({**variant._asdict(), **empty, **value})
+        return Result(tuple(rows), tuple(left_out), tuple(skipped), about, Metrics(self._metrics))
 
     def definitions(self) -> dict[str, str]:
-        """Each metric's own words."""
-        about = {key[3].partition(":")[0]: type(metric).__doc__ or "" for key, metric in self.metrics.items()}
-        return {name: " ".join(text.split("\n\n")[0].split()) for name, text in about.items()}
+        """The first paragraph of each metric's docstring."""
+        texts = {name: spec.metric_class.__doc__ or "" for name, spec in self._specs.items()}
+        return {name: " ".join(text.split("\n\n")[0].split()) for name, text in texts.items()}

@@ -1,4 +1,4 @@
-"""What can be measured of maps, what each measure needs, and how it is told of a batch."""
+"""Registry of metrics: the annotations each one needs and how a batch updates it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sigcam.core.errors import DataError
+from sigcam.core.errors import ConfigError, DataError
 from sigcam.core.types import ImageSize
 from sigcam.data.masks import resize_mask
 from sigcam.data.sample import Sample
@@ -30,136 +30,192 @@ from sigcam.metrics.localization import (
 )
 
 Need = Literal["boxes", "masks", "labels", "a network"]
-Use = Literal["maps", "kept", "scores", "curves", "classes"]
-LeftOut = list[tuple[str, str]]
+_ANNOTATIONS = {"boxes": "boxes", "masks": "open_mask", "labels": "label"}  # need -> field of a Sample
 
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """What is known of a batch of maps; maps are on the CPU, boxes and masks in their pixels."""
+    """What metrics are updated with: a batch of maps on the CPU, boxes and masks in their pixels.
 
-    ids: list[str]
-    maps: Tensor = field(default_factory=lambda: torch.empty(0))  # (B, H, W), of the class to be located
-    boxes: Sequence[Tensor] = ()  # (G, 4) each
-    masks: Sequence[Tensor] = ()  # (H, W) each: 1 object, 0 background, 255 ignored
-    top: Mapping[int, Tensor] = field(default_factory=dict)  # by k, (B,): the label is among the k best
-    kept: Tensor | None = None  # (B, H, W), of the predicted class: what images are multiplied by
-    scores: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by scorer: before, after
-    curves: tuple[Tensor, ...] = ()  # insertion and deletion, (B, S + 1) each
+    Args:
+        maps: (B, H, W), of the class to locate.
+        boxes: (G, 4) of each image.
+        masks: (H, W) of each image: 1 object, 0 background, 255 ignored.
+        correct: by k, (B,): whether the label is among the k best classes.
+        predicted_maps: (B, H, W), of the predicted class; images are multiplied by them.
+        scores: by scorer, the predicted class's score (B,) on the images and on the masked images.
+        curves: insertion and deletion curves, (B, S + 1) each.
+    """
+
+    ids: Sequence[str]
+    maps: Tensor | None = None
+    boxes: Sequence[Tensor] = ()
+    masks: Sequence[Tensor] = ()
+    correct: Mapping[int, Tensor] = field(default_factory=dict)
+    predicted_maps: Tensor | None = None
+    scores: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    curves: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """A metric, how it is told of a batch (by a scorer), what it needs, and what of `Judged` it looks at."""
+    """Everything `evaluate`, the commands and the reports know about a metric.
 
-    make: Callable[..., ImageMetric]
-    tell: Callable[[Any, BatchRecord, str], None]
-    needs: tuple[Need, ...]
-    uses: Use
-    usual: bool = True
+    Args:
+        make: a `torchmetrics.Metric` class, or a partial of one; an `ImageMetric` also has intervals.
+        update: called with the metric, a batch and the scorer (None unless `uses` is "scores").
+        needs: what the metric cannot be measured without.
+        uses: the part of `BatchRecord` that must be computed; "correct" is measured once, without maps.
+        measured: whether it is measured if no metrics are named.
+        title: heading in tables; by default the metric's name in words.
+        unit: of the value.
+        numbers: names of the values, if `compute` returns a dict.
+    """
+
+    make: Callable[..., Any]
+    update: Callable[[Any, BatchRecord, str | None], None]
+    needs: tuple[Need, ...] = ()
+    uses: Literal["maps", "predicted_maps", "scores", "curves", "correct"] = "maps"
+    measured: Literal["always", "with several boxes", "on request"] = "always"
+    title: str = ""
+    unit: str = "%"
+    numbers: tuple[str, ...] = ()
+
+    @property
+    def metric_class(self) -> Any:
+        """The class that `make` creates."""
+        return self.make.func if isinstance(self.make, partial) else self.make
+
+    @property
+    def higher_is_better(self) -> bool | None:
+        """Whether larger values are better; None if neither is."""
+        return getattr(self.metric_class, "higher_is_better", None)
+
+    def create(self, *, intervals: bool) -> Any:
+        """A new metric, which keeps a row per image if it can and intervals are wanted."""
+        keeps_rows = isinstance(self.metric_class, type) and issubclass(self.metric_class, ImageMetric)
+        return self.make(intervals=intervals) if keeps_rows else self.make()
 
 
-def _boxed(metric: Any, seen: BatchRecord, _: str) -> None:
-    metric.update(seen.maps, seen.boxes, ids=seen.ids)
+def _maps_and_boxes(metric: Any, batch: BatchRecord, _: str | None) -> None:
+    metric.update(batch.maps, batch.boxes, ids=batch.ids)
 
 
-def _boxed_if_top(k: int, metric: Any, seen: BatchRecord, _: str) -> None:
-    metric.update(seen.maps, seen.boxes, seen.top[k], ids=seen.ids)
+def _maps_boxes_and_top(k: int, metric: Any, batch: BatchRecord, _: str | None) -> None:
+    metric.update(batch.maps, batch.boxes, batch.correct[k], ids=batch.ids)
 
 
-def _masked(metric: Any, seen: BatchRecord, _: str) -> None:
-    metric.update(seen.maps, seen.masks, ids=seen.ids)
+def _maps_and_masks(metric: Any, batch: BatchRecord, _: str | None) -> None:
+    metric.update(batch.maps, batch.masks, ids=batch.ids)
 
 
-def _classified(metric: Any, seen: BatchRecord, _: str) -> None:
-    metric.update(seen.top[1], ids=seen.ids)
+def _top1(metric: Any, batch: BatchRecord, _: str | None) -> None:
+    metric.update(batch.correct[1], ids=batch.ids)
 
 
-def _scored(metric: Any, seen: BatchRecord, scorer: str) -> None:
-    metric.update(*seen.scores[scorer], ids=seen.ids)
+def _scores(metric: Any, batch: BatchRecord, scorer: str | None) -> None:
+    metric.update(*batch.scores[scorer or "softmax"], ids=batch.ids)
 
 
-def _averaged(metric: Any, seen: BatchRecord, _: str) -> None:
-    metric.update(seen.maps if seen.kept is None else seen.kept, ids=seen.ids)
+def _any_maps(metric: Any, batch: BatchRecord, _: str | None) -> None:
+    metric.update(batch.maps if batch.predicted_maps is None else batch.predicted_maps, ids=batch.ids)
 
 
-def _curved(which: int, metric: Any, seen: BatchRecord, _: str) -> None:
-    metric.update(seen.curves[which], ids=seen.ids)
+def _curve(index: int, metric: Any, batch: BatchRecord, _: str | None) -> None:
+    metric.update(batch.curves[index], ids=batch.ids)
 
 
-_CLASSIFIED: tuple[Need, ...] = ("boxes", "labels", "a network")
+_boxed = partial(MetricSpec, update=_maps_and_boxes, needs=("boxes",))
+_boxed_top1 = partial(
+    MetricSpec, update=partial(_maps_boxes_and_top, 1), needs=("boxes", "labels", "a network")
+)
+_scored = partial(MetricSpec, update=_scores, needs=("a network",), uses="scores")
+_on_curve = partial(MetricSpec, needs=("a network",), uses="curves", measured="on request")
+
 METRICS: dict[str, MetricSpec] = {
-    "max_box_acc_v2": MetricSpec(MaxBoxAccV2, _boxed, ("boxes",), "maps"),
-    "max_box_acc": MetricSpec(MaxBoxAcc, _boxed, ("boxes",), "maps", usual=False),
-    "gt_known_loc": MetricSpec(GTKnownLoc, _boxed, ("boxes",), "maps"),
-    "gt_known_loc_first": MetricSpec(partial(GTKnownLoc, boxes="first"), _boxed, ("boxes",), "maps"),
-    "top1_loc": MetricSpec(Top1Loc, partial(_boxed_if_top, 1), _CLASSIFIED, "maps"),
-    "top1_loc_first": MetricSpec(
-        partial(Top1Loc, boxes="first"), partial(_boxed_if_top, 1), _CLASSIFIED, "maps"
+    "max_box_acc_v2": _boxed(
+        MaxBoxAccV2, numbers=("max_box_acc_v2", "max_box_acc_30", "max_box_acc_50", "max_box_acc_70")
     ),
-    "top5_loc": MetricSpec(Top5Loc, partial(_boxed_if_top, 5), _CLASSIFIED, "maps", usual=False),
-    "pxap": MetricSpec(PxAP, _masked, ("masks",), "maps"),
-    "pointing_game": MetricSpec(PointingGame, _boxed, ("boxes",), "maps"),
-    "energy_in_box": MetricSpec(EnergyInBox, _boxed, ("boxes",), "maps"),
-    "top1_cls": MetricSpec(Top1Cls, _classified, ("labels", "a network"), "classes"),
-    "average_drop": MetricSpec(AverageDrop, _scored, ("a network",), "scores"),
-    "increase_in_confidence": MetricSpec(IncreaseInConfidence, _scored, ("a network",), "scores"),
-    "mean_map": MetricSpec(MeanMap, _averaged, (), "kept"),
-    "insertion": MetricSpec(Insertion, partial(_curved, 0), ("a network",), "curves", usual=False),
-    "deletion": MetricSpec(Deletion, partial(_curved, 1), ("a network",), "curves", usual=False),
+    "max_box_acc": _boxed(MaxBoxAcc, measured="on request"),
+    "gt_known_loc": _boxed(GTKnownLoc),
+    "gt_known_loc_first": _boxed(partial(GTKnownLoc, boxes="first"), measured="with several boxes"),
+    "top1_loc": _boxed_top1(Top1Loc),
+    "top1_loc_first": _boxed_top1(partial(Top1Loc, boxes="first"), measured="with several boxes"),
+    "top5_loc": _boxed_top1(Top5Loc, update=partial(_maps_boxes_and_top, 5), measured="on request"),
+    "pxap": MetricSpec(PxAP, _maps_and_masks, ("masks",)),
+    "pointing_game": _boxed(PointingGame),
+    "energy_in_box": _boxed(EnergyInBox),
+    "top1_cls": MetricSpec(Top1Cls, _top1, ("labels", "a network"), "correct"),
+    "average_drop": _scored(AverageDrop),
+    "increase_in_confidence": _scored(IncreaseInConfidence),
+    "mean_map": MetricSpec(MeanMap, _any_maps, uses="predicted_maps"),
+    "insertion": _on_curve(Insertion, update=partial(_curve, 0)),
+    "deletion": _on_curve(Deletion, update=partial(_curve, 1)),
 }
 
 
+def list_metrics() -> list[str]:
+    """Return the names of all metrics that `evaluate` knows."""
+    return list(METRICS)
+
+
+def metric_of(number: str) -> str:
+    """The name of the metric that computes a number: "max_box_acc_v2" for "max_box_acc_30"."""
+    return next((name for name, spec in METRICS.items() if number in spec.numbers), number)
+
+
+def number_title(number: str) -> str:
+    """The heading of a number in tables."""
+    spec = METRICS.get(number)
+    return spec.title if spec and spec.title else number.replace("_", " ")
+
+
 def choose_metrics(
-    asked: Iterable[str] | None, samples: Sequence[Sample], *, network: bool, labels_draw: bool
-) -> tuple[dict[str, MetricSpec], LeftOut]:
-    """The measures that the samples have annotations for, and why the others are left out.
+    names: Iterable[str] | None, samples: Sequence[Sample], *, network: bool, maps_of_labels: bool
+) -> tuple[dict[str, MetricSpec], list[tuple[str, str]]]:
+    """The metrics that the samples have annotations for, and (name, reason) of those left out.
 
     Args:
-        asked: their names; None for the usual ones.
-        network: whether there is one, or maps alone.
-        labels_draw: whether maps are of the labels' classes.
+        names: the metrics to measure; None for all that are usual.
+        network: whether there is a network, or only maps.
+        maps_of_labels: whether maps are of the labels' classes.
     """
     if not len(samples):
-        raise DataError("there are no samples to measure anything on.")
-    if isinstance(asked, str):
-        raise DataError(f"metrics is a list of names: metrics=[{asked!r}].")
-    names = list(METRICS) if asked is None else list(dict.fromkeys(asked))
-    unknown = next((name for name in names if name not in METRICS), None)
-    if unknown is not None:
-        raise DataError(f"there is no metric {unknown!r}: choose of {', '.join(METRICS)}.")
-    missing = {need: _without(need, samples) for need in ("boxes", "masks", "labels")}
-    several = any(len(sample.boxes or ()) > 1 for sample in samples)
-    chosen, left_out = dict[str, MetricSpec](), LeftOut()
-    for name in names:
-        measure = METRICS[name]
-        if asked is None and (not measure.usual or (name.endswith("_first") and not several)):
-            continue
-        needs = {*measure.needs, *(["labels"] if labels_draw and measure.uses == "maps" else [])}
+        raise DataError("there are no samples to evaluate.")
+    if isinstance(names, str):
+        raise ConfigError(f"metrics is a list of names: metrics=[{names!r}].")
+    if names is None:
+        usual = {"always", "with several boxes" if any(len(s.boxes or ()) > 1 for s in samples) else "always"}
+        names = [name for name, spec in METRICS.items() if spec.measured in usual]
+    missing = {
+        need: [sample.id for sample in samples if getattr(sample, name) is None]
+        for need, name in _ANNOTATIONS.items()
+    }
+    chosen, left_out = dict[str, MetricSpec](), list[tuple[str, str]]()
+    for name in dict.fromkeys(names):
+        if name not in METRICS:
+            raise ConfigError(f"there is no metric {name!r}: choose from {', '.join(METRICS)}.")
+        spec = METRICS[name]
+        needs = {*spec.needs, *(["labels"] if maps_of_labels and spec.uses == "maps" else [])}
         if "a network" in needs and not network:
             left_out.append((name, "it needs a network"))
             continue
-        none = sorted(need for need in needs if len(missing.get(need, ())) == len(samples))
-        if none:
-            left_out.append((name, f"the data has no {' and no '.join(none)}"))
-            continue
-        some = next(((need, missing[need][0]) for need in sorted(needs) if missing.get(need)), None)
-        if some:
+        incomplete = sorted(need for need in needs if missing.get(need))
+        absent = [need for need in incomplete if len(missing[need]) == len(samples)]
+        if absent:
+            left_out.append((name, f"the data has no {' and no '.join(absent)}"))
+        elif incomplete:
+            need = incomplete[0]
             raise DataError(
-                f"image {some[1]} has no {some[0]}, which others have and {name} needs: take it out of the "
-                "data, or leave the metric out."
+                f"image {missing[need][0]} has no {need}, but other images have and {name} needs them: "
+                "remove the image from the data, or leave the metric out."
             )
-        chosen[name] = measure
+        else:
+            chosen[name] = spec
     if not chosen:
-        why = "; ".join(f"{name}: {reason}" for name, reason in left_out)
-        raise DataError(f"nothing can be measured on these {len(samples)} images. {why}.")
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out)
+        raise DataError(f"nothing can be measured on these {len(samples)} images. {reasons}.")
     return chosen, left_out
-
-
-def _without(need: str, samples: Iterable[Sample]) -> list[str]:
-    """Ids of the samples that lack it."""
-    field_of = {"boxes": "boxes", "masks": "open_mask", "labels": "label"}[need]
-    return [sample.id for sample in samples if getattr(sample, field_of) is None]
 
 
 def boxes_for(sample: Sample, opened: ImageSize | None, width: int, height: int) -> Tensor:

@@ -1,76 +1,107 @@
-"""Result: what an evaluation found, as rows, as a table, as JSON."""
+"""Result: the numbers of an evaluation as rows, tables and JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from sigcam.core.distributed import all_reduce_sum
 from sigcam.core.errors import DataError
-from sigcam.metrics.base import ImageMetric
+from sigcam.evaluation.registry import number_title
+from sigcam.metrics.base import BoxAccuracy, ImageMetric
 from sigcam.metrics.bootstrap import interval
-from sigcam.metrics.localization import MaxBoxAcc, MaxBoxAccV2
 
 Row = dict[str, Any]
-Key = tuple[str | None, str | None, bool | None, str]  # method, branch, clamp, metric
 FIXED = 0.2  # the threshold that needs no data (PROTOCOL 5.4)
-SIDE_BY_SIDE = 4  # columns of a table
+MAX_COLUMNS = 4  # of a printed table
+
+
+class MetricKey(NamedTuple):
+    """A metric of a variant; variant and scorer are None where they do not matter."""
+
+    method: str | None
+    branch: str | None
+    clamp: bool | None
+    metric: str
+    scorer: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The metric's name, with its scorer unless that is the softmax head: "average_drop:sigmoid"."""
+        return self.metric if self.scorer in (None, "softmax") else f"{self.metric}:{self.scorer}"
+
+
+class Metrics(Mapping[MetricKey, ImageMetric]):
+    """Metrics by `MetricKey`, or by (method, branch, clamp, label)."""
+
+    def __init__(self, metrics: Mapping[MetricKey, ImageMetric]) -> None:
+        self._metrics = dict(metrics)
+        self._keys = {(*key[:3], key.label): key for key in metrics}
+
+    def __getitem__(self, key: tuple[Any, ...]) -> ImageMetric:
+        return self._metrics[self._keys.get(key, key)]  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[MetricKey]:
+        return iter(self._metrics)
+
+    def __len__(self) -> int:
+        return len(self._metrics)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Numbers of an evaluation.
+    """The numbers of an evaluation.
 
     Args:
-        rows: one dict per number: method, branch, clamp (None where no map is needed), metric, value in
-            percent, low and high (the ends of its interval, None without intervals), threshold and where it
-            is from ("oracle": the best on these very images, "transferred", "fixed"), scorer, images.
-        left_out: (metric, reason) of what could not be measured.
-        skipped: (id, reason) of pictures that could not be read.
+        rows: one dict per number: method, branch, clamp (None if it needs no map), metric, value in percent,
+            low and high (the ends of its interval, None without intervals), threshold, threshold_from
+            ("oracle": the best on these very images, "transferred", "fixed"), scorer, images.
+        left_out: (metric, reason) of metrics that could not be measured.
+        skipped: (id, reason) of images that could not be read.
         about: what was evaluated, with what, and how each metric is defined.
         metrics: the metrics themselves, by (method, branch, clamp, metric), to merge or to compare in pairs;
-            where there are several scorers, "average_drop:sigmoid".
+            with several scorers, "average_drop:sigmoid".
     """
 
     rows: tuple[Row, ...]
     left_out: tuple[tuple[str, str], ...]
     skipped: tuple[tuple[str, str], ...]
     about: dict[str, Any]
-    metrics: Mapping[Key, ImageMetric] = field(repr=False, compare=False)
+    metrics: Metrics = field(repr=False, compare=False)
 
     def value(self, metric: str, **chosen: Any) -> float:
-        """The one value of a metric; method=, branch=, clamp=, threshold_from=, scorer= tell values apart."""
-        named = [row for row in self.rows if row["metric"] == metric]
-        found = [row for row in named if all(row[key] == value for key, value in chosen.items())]
-        if len(found) > 1 and "threshold_from" not in chosen:
-            found = [row for row in found if row["threshold_from"] in (None, "oracle")]
-        if len(found) != 1:
+        """The one value of a metric, told apart by method=, branch=, clamp=, threshold_from= and scorer=."""
+        rows = [
+            row
+            for row in self.rows
+            if row["metric"] == metric and all(row[key] == value for key, value in chosen.items())
+        ]
+        if len(rows) > 1 and "threshold_from" not in chosen:
+            rows = [row for row in rows if row["threshold_from"] in (None, "oracle")]
+        if len(rows) != 1:
             what = f"{metric!r} with {chosen}" if chosen else f"{metric!r}"
             raise DataError(
-                f"{len(found)} of {len(self.rows)} rows are {what}: name method, branch and clamp."
+                f"{len(rows)} of {len(self.rows)} rows are {what}: name method, branch and clamp."
             )
-        return float(found[0]["value"])
+        return float(rows[0]["value"])
 
     def blocks(self) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-        """(header, lines) of tables with a line per metric and a few cells side by side."""
-        cells = list(dict.fromkeys(cell_words(row) for row in self.rows if row["method"] is not None)) or [
-            _NONE
-        ]
-        names = list(dict.fromkeys(label_of(row) for row in self.rows))
-        texts = {(cell_words(row), label_of(row)): _text(row) for row in self.rows}
+        """(header, lines) of tables with one line per number and up to four variants side by side."""
+        variants = list(dict.fromkeys(variant_words(row) for row in self.rows if row["method"])) or [""]
+        labels = list(dict.fromkeys(number_label(row) for row in self.rows))
+        texts = {(variant_words(row), number_label(row)): _value_text(row) for row in self.rows}
         return [
             (
-                ("metric", *(" ".join(cell) for cell in part)),
+                ("metric", *part),
                 [
-                    (name, *(texts.get((c, name)) or texts.get((_NONE, name), "-") for c in part))
-                    for name in names
+                    (label, *(texts.get((v, label)) or texts.get(("", label), "-") for v in part))
+                    for label in labels
                 ],
             )
-            for part in (cells[i : i + SIDE_BY_SIDE] for i in range(0, len(cells), SIDE_BY_SIDE))
+            for part in (variants[i : i + MAX_COLUMNS] for i in range(0, len(variants), MAX_COLUMNS))
         ]
 
     def table(self) -> str:
@@ -79,23 +110,23 @@ class Result:
         for header, rows in self.blocks():
             widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
             for row in (header, *rows):
-                first, *rest = (text.ljust(width) for text, width in zip(row, widths, strict=True))
-                lines.append("  ".join([first, *rest]).rstrip())
+                cells = (text.ljust(width) for text, width in zip(row, widths, strict=True))
+                lines.append("  ".join(cells).rstrip())
             lines.append("")
         return "\n".join([*lines, *self.remarks()])
 
     def remarks(self) -> list[str]:
-        """What a reader of the table must know besides."""
-        said = [f"{self.about['images']} images, all numbers in percent"]
+        """Sentences to print below the table."""
+        lines = [f"{self.about['images']} images, all numbers in percent"]
         if any(row["scorer"] for row in self.rows):
-            said += [f"confidence, {name}: {words}" for name, words in self.about["confidence"].items()]
-        said += [f"not measured: {metric}, {reason}" for metric, reason in self.left_out]
+            lines += [f"confidence, {name}: {words}" for name, words in self.about["confidence"].items()]
+        lines += [f"not measured: {metric}, {reason}" for metric, reason in self.left_out]
         if self.skipped:
-            said.append(f"{len(self.skipped)} picture(s) could not be read and do not count")
-        return said
+            lines.append(f"{len(self.skipped)} picture(s) could not be read and do not count")
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it but the metrics, as plain data."""
+        """Everything but the metrics, as plain data."""
         return {
             "rows": list(self.rows),
             "left_out": [list(pair) for pair in self.left_out],
@@ -104,75 +135,79 @@ class Result:
         }
 
     def to_json(self) -> str:
-        """All of it but the metrics, as JSON."""
+        """Everything but the metrics, as JSON."""
         return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
         return self.table()
 
 
-def metric_rows(key: Key, metric: ImageMetric, *, scorer: str | None, val: Result | None) -> list[Row]:
-    """The rows of one metric of one cell; `val` is what thresholds are transferred from, if given."""
-    method, branch, clamp, name = *key[:3], key[3].partition(":")[0]
-
-    def row(metric_name: str, value: Any, ends: Any, threshold: float | None, origin: str | None) -> Row:
-        return {
-            "method": method,
-            "branch": branch,
-            "clamp": clamp,
-            "metric": metric_name,
-            "value": float(value),
-            "low": None if ends is None else ends.low,
-            "high": None if ends is None else ends.high,
-            "threshold": threshold,
-            "threshold_from": origin,
-            "scorer": scorer,
-            "images": int(all_reduce_sum(metric.images.clone())),
-        }
-
-    if not isinstance(metric, MaxBoxAcc | MaxBoxAccV2):
-        return [row(name, metric.compute(), interval(metric) if metric.intervals else None, None, None)]
-    chosen = {"oracle": metric.best_threshold(), "fixed": torch.tensor(FIXED, dtype=torch.float64)}
+def metric_rows(key: MetricKey, metric: ImageMetric, *, images: int, val: Result | None) -> list[Row]:
+    """The rows of one metric; box accuracies also at a fixed threshold and at the best one of `val`."""
+    if not isinstance(metric, BoxAccuracy):
+        return _rows_at(key, metric, images, None)
+    rows = _rows_at(key, metric, images, "oracle", metric.best_threshold())
+    fixed = torch.tensor(FIXED, dtype=torch.float64)
+    rows += _rows_at(key, metric.at(fixed), images, "fixed", fixed)
     if val is not None:
-        theirs = val.metrics.get(key)
-        if not isinstance(theirs, MaxBoxAcc | MaxBoxAccV2):
-            cell = " ".join(str(part) for part in (method, branch) if part)
-            raise DataError(f"the validation result has no {name} of {cell}: evaluate the same there.")
-        chosen["transferred"] = theirs.best_threshold()
-    rows = list[Row]()
-    for origin, at in chosen.items():
-        column = metric if origin == "oracle" else metric.at(at)
-        values, ends = column.compute(), interval(column) if column.intervals else None
-        if not isinstance(values, dict):
-            rows.append(row(name, values, ends, float(at), origin))
-            continue
-        for named, value in values.items():
-            threshold = values.get(named.replace("max_box_acc_", "threshold_"))  # the mean over IoUs has none
-            if not named.startswith("threshold_"):
-                own = ends[named] if isinstance(ends, dict) else None
-                rows.append(row(named, value, own, None if threshold is None else float(threshold), origin))
+        other = val.metrics.get(key)
+        if not isinstance(other, BoxAccuracy):
+            variant = " ".join(str(part) for part in (key.method, key.branch) if part)
+            raise DataError(
+                f"the validation result has no {key.metric} of {variant}: evaluate the same methods, "
+                "branches and metrics there."
+            )
+        transferred = other.best_threshold()
+        rows += _rows_at(key, metric.at(transferred), images, "transferred", transferred)
     return rows
 
 
-_NONE = ("",)
+def _rows_at(
+    key: MetricKey, metric: ImageMetric, images: int, origin: str | None, threshold: Any = None
+) -> list[Row]:
+    """One row per value that the metric computes; `threshold` is that of a single value."""
+    computed, ends = metric.compute(), interval(metric) if getattr(metric, "intervals", False) else None
+    several = isinstance(computed, dict)
+    values: dict[str, Any] = computed if isinstance(computed, dict) else {key.metric: computed}
+    rows = list[Row]()
+    for number, value in values.items():
+        if number.startswith("threshold_"):
+            continue
+        end: Any = ends[number] if isinstance(ends, dict) else ends
+        at = values.get(number.replace("max_box_acc_", "threshold_")) if several else threshold
+        rows.append(
+            {
+                "method": key.method,
+                "branch": key.branch,
+                "clamp": key.clamp,
+                "metric": number,
+                "value": float(value),
+                "low": None if end is None else end.low,
+                "high": None if end is None else end.high,
+                "threshold": None if at is None else float(at),  # the mean over IoUs has none
+                "threshold_from": origin,
+                "scorer": key.scorer,
+                "images": images,
+            }
+        )
+    return rows
 
 
-def cell_words(row: Row) -> tuple[str, ...]:
+def variant_words(row: Mapping[str, Any]) -> str:
     """Method, branch, and whether weights are clamped where that is not the branch's default."""
-    if row["method"] is None:
-        return _NONE
-    default = row["branch"] == "sigmoid"
-    said = () if row["clamp"] in (None, default) else ("clamped" if row["clamp"] else "unclamped",)
-    return (row["method"], *([row["branch"]] if row["branch"] else []), *said)
+    method, branch, clamp = row["method"], row["branch"], row["clamp"]
+    usual = clamp is None or clamp == (branch == "sigmoid")
+    return " ".join(filter(None, (method, branch, "" if usual else "clamped" if clamp else "unclamped")))
 
 
-def label_of(row: Row) -> str:
-    """The metric's name, with what distinguishes it from others of that name."""
-    origin = {"fixed": f"at {FIXED}", "transferred": "at val's best"}.get(row["threshold_from"] or "", "")
+def number_label(row: Row, *, threshold: bool = True) -> str:
+    """The number's title, with its threshold and its scorer where these are not the usual ones."""
+    origins = {"fixed": f"at {FIXED}", "transferred": "at val's best"}
+    origin = origins.get(row["threshold_from"] or "", "") if threshold else ""
     scorer = f"by {row['scorer']}" if row["scorer"] not in (None, "softmax") else ""
-    return " ".join(filter(None, (row["metric"].replace("_", " "), origin, scorer)))
+    return " ".join(filter(None, (number_title(row["metric"]), origin, scorer)))
 
 
-def _text(row: Row) -> str:
+def _value_text(row: Row) -> str:
     ends = "" if row["low"] is None else f" [{row['low']:.2f}, {row['high']:.2f}]"
     return f"{row['value']:.2f}{ends}"

@@ -1,11 +1,11 @@
-"""What metrics stand on: sums that merge, compact rows per image for intervals, checks at the door."""
+"""Base classes for metrics: summable state, optional per-image rows, input checks."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -13,25 +13,27 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-from sigcam.core.errors import DataError
-from sigcam.metrics.boxes import check_boxes
+from sigcam.core.errors import ConfigError, DataError
+from sigcam.metrics.boxes import THRESHOLDS, check_boxes
 
 Value = Tensor | dict[str, Tensor]
 Ids = Sequence[str] | None
 
-ROUNDING = 1e-6  # how far resizing in float32 may carry a value out of [0, 1]; it is clamped back
-IGNORED = 255
+UNIT_TOLERANCE = 1e-6  # resizing in float32 may leave [0, 1] by this much; values are clamped back
+IGNORED = 255  # mask value of pixels that do not count
+IOUS = (0.3, 0.5, 0.7)
 _BITS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
 
 
 class ImageMetric(Metric):
-    """Sums over images that add up over shards and ranks and, for intervals, one compact row per image.
+    """Base class for metrics: sums over images that merge across shards and ranks and, for intervals, one
+    compact row per image.
 
     Args:
-        shape: of one image's values.
-        dtype: of one image's values: bool or int32, summed as int64 `counts`, or float64, summed as `sums`.
-        setting: the options that change what is counted, in a word.
-        intervals: keep what `sigcam.bootstrap` needs: the values, packed, and a 16-byte key per image.
+        shape: shape of one image's values.
+        dtype: their type: bool or int32, summed as int64 `counts`, or float64, summed as `sums`.
+        setting: suffix that identifies the options which change what is counted.
+        intervals: keep the packed values and a 16-byte key of each image, which `sigcam.bootstrap` needs.
     """
 
     is_differentiable = False
@@ -58,8 +60,8 @@ class ImageMetric(Metric):
         self._total = "sums" if dtype.is_floating_point else "counts"
         self.add_state(self._total, total, dist_reduce_fx="sum")
         self.add_state("images", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-        # A MetricCollection lets metrics whose states have the same names and values after the first batch
-        # share them from then on; a state named after class and setting keeps ours apart.
+        # A MetricCollection merges the states of metrics whose states have the same names and values after
+        # the first batch; a state named after class and setting prevents that.
         mark = type(self).__name__ + setting.replace(".", "_")
         self.add_state(mark, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
         if intervals:
@@ -68,7 +70,7 @@ class ImageMetric(Metric):
             self._start_rows()
 
     def add(self, values: Tensor, ids: Ids) -> None:
-        """Count a batch of checked values, (B, *shape)."""
+        """Add a batch of checked values, (B, *shape)."""
         values = values.to(self.device)
         total = getattr(self, self._total)
         setattr(self, self._total, total + values.sum(0, dtype=total.dtype))
@@ -78,61 +80,61 @@ class ImageMetric(Metric):
             self.keys.append(_keys(ids, len(values)).to(self.device))
 
     def compute(self) -> Value:
-        """The result in percent, over all images of all ranks."""
+        """Return the result in percent, over all images of all ranks."""
         if not self.images:
-            raise DataError(f"{type(self).__name__} has counted no image: call update before compute.")
+            raise DataError(f"{type(self).__name__} has no images: call update before compute.")
         return self.percent(getattr(self, self._total), self.images)
 
     def percent(self, totals: Tensor, images: Tensor) -> Value:
-        """The result for totals (..., *shape) over `images` images; the bootstrap asks for many at once."""
+        """The result for totals (..., *shape) over `images` images; leading axes are bootstrap resamples."""
         return 100 * totals.double() / images
 
     def table(self) -> tuple[Tensor, Tensor]:
-        """Packed rows and keys of all images of all ranks; named images in an order of their own."""
+        """Packed rows and keys of all images of all ranks, sorted by key."""
         if not self.intervals:
             name = type(self).__name__
-            raise DataError(f"this {name} kept nothing per image: make it as {name}(intervals=True).")
+            raise DataError(f"this {name} kept no rows per image: create it as {name}(intervals=True).")
         with self.sync_context(dist_sync_fn=self.dist_sync_fn):
             rows, keys = dim_zero_cat(self.rows).cpu(), dim_zero_cat(self.keys).cpu()
-        for column in (1, 0):  # however images were sharded
+        for column in (1, 0):  # the same order however images were sharded
             order = keys[:, column].argsort(stable=True)
             rows, keys = rows[order], keys[order]
         return rows, keys
 
     def unpacked(self, rows: Tensor) -> Tensor:
-        """The values of some images of the table, (N, values), in a float type that sums them exactly."""
+        """The values of packed rows, (N, values), in a float type that sums them exactly."""
         return unpacked(rows, self._empty.shape[1:].numel())
 
     def totals(self, sums: Tensor) -> Tensor:
-        """Sums (R, values) of unpacked rows in the shape that `percent` takes."""
+        """Sums (R, values) of unpacked rows, in the shape that `percent` takes."""
         return sums.reshape(len(sums), *self._empty.shape[1:])
 
     def reset(self) -> None:
-        """Back to no image."""
+        """Forget all images."""
         super().reset()
         if self.intervals:
             self._start_rows()
 
     def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
-        """Add another metric's states (torchmetrics alone would go on giving a result computed before)."""
+        """Add another metric's states (torchmetrics alone would keep returning a cached result)."""
         super().merge_state(incoming_state)
         self._update_count += 1
         self._computed = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The batch's own result while it is added; a refused batch leaves the sums as they were."""
-        kept, count, on_cpu = self._copy_state_dict(), self._update_count, self.compute_on_cpu
+        """Add a batch and return its own result; a batch that raises leaves the sums unchanged."""
+        state, count, on_cpu = self._copy_state_dict(), self._update_count, self.compute_on_cpu
         try:
             return super().forward(*args, **kwargs)
-        except Exception:  # torchmetrics has reset itself to look at the batch alone
-            for name, value in kept.items():
+        except Exception:  # torchmetrics has reset itself to compute the batch alone
+            for name, value in state.items():
                 setattr(self, name, value)
             self._update_count, self._computed, self._enable_grad = count, None, False
             self._to_sync, self._should_unsync, self.compute_on_cpu = self.sync_on_compute, True, on_cpu
             raise
 
     def _start_rows(self) -> None:
-        # Never an empty list: a rank without images must gather rows of the others' type and width.
+        # Never an empty list: a rank without images must gather rows of the same type and width.
         self.rows.append(packed(self._empty).to(self.device))
         self.keys.append(_keys(None, 0).to(self.device))
 
@@ -140,14 +142,56 @@ class ImageMetric(Metric):
         wrapped = super()._wrap_compute(compute)
 
         @functools.wraps(compute)
-        def asked() -> Any:  # no image: our error, not the warning of torchmetrics
+        def computed() -> Any:  # without images: our error instead of the warning of torchmetrics
             return wrapped() if self.images or self.distributed_available_fn() else compute()
 
-        return asked
+        return computed
+
+
+class BoxAccuracy(ImageMetric):
+    """Base class for the share of images with a box at IoU 0.3, 0.5, 0.7 and each of 1001 thresholds."""
+
+    def __init__(self, *, intervals: bool = False, **kwargs: Any) -> None:
+        super().__init__(shape=(len(IOUS), len(THRESHOLDS)), intervals=intervals, **kwargs)
+        self.chosen: Tensor | None = None
+
+    def accuracies(self, counts: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Percent of images and the threshold, both (..., 3), for counts (..., 3, T): at the best threshold
+        for each IoU, the lowest of equals, or at the chosen one."""
+        at = counts.argmax(-1) if self.chosen is None else self.chosen.to(counts.device)
+        at = at.expand(counts.shape[:-1])
+        located = counts.gather(-1, at[..., None])[..., 0]
+        return 100 * located.double() / images, THRESHOLDS.to(counts.device)[at]
+
+    def best_threshold(self) -> Tensor:
+        """The best threshold for the images counted, for each IoU, (3,); the lowest of equals."""
+        self.compute()  # raises if there are no images
+        with self.sync_context(dist_sync_fn=self.dist_sync_fn):
+            return THRESHOLDS.to(self.counts.device)[self.counts.argmax(-1)]
+
+    def at(self, threshold: float | Tensor) -> Self:
+        """A copy that computes the accuracy at a given threshold, a multiple of 0.001, or at one per IoU."""
+        copy = cast(Self, self.clone())
+        copy.chosen, copy._computed = _threshold_index(threshold), None
+        return copy
+
+    def accuracy_at(self, threshold: float | Tensor) -> Any:
+        """The accuracy at a given threshold, or at one per IoU, in the form that `compute` returns."""
+        return self.at(threshold).compute()
+
+
+def _threshold_index(threshold: float | Tensor) -> Tensor:
+    thousandths = 1000 * torch.as_tensor(threshold, dtype=torch.float64).cpu()
+    index = thousandths.round()
+    if not ((index - thousandths).abs() < 1e-6).all() or not ((index >= 0) & (index <= 1000)).all():
+        raise ConfigError(f"thresholds are 0, 0.001, ..., 1, not {threshold}: round it.")
+    if index.shape not in ((), (len(IOUS),)):
+        raise ConfigError(f"give one threshold, or one for each IoU of {IOUS}, not {tuple(index.shape)}.")
+    return index.long()
 
 
 def packed(values: Tensor) -> Tensor:
-    """Flags (B, ...) as bits, (B, bytes); any other values as they are, (B, values)."""
+    """Pack flags (B, ...) into bits, (B, bytes); flatten any other values to (B, values)."""
     values = values.reshape(len(values), values.shape[1:].numel())
     if values.dtype != torch.bool:
         return values
@@ -157,14 +201,14 @@ def packed(values: Tensor) -> Tensor:
 
 
 def unpacked(rows: Tensor, width: int) -> Tensor:
-    """What `packed` took: flags as float32 (sums exact to 2^24), any other values as float64, (B, width)."""
+    """Undo `packed`: flags as float32 (sums exact to 2^24), any other values as float64, (B, width)."""
     if rows.dtype != torch.uint8:
         return rows.double()
     return (rows[:, :, None] & _BITS).ne(0).reshape(len(rows), rows.shape[1] * 8)[:, :width].float()
 
 
 def _keys(ids: Ids, count: int) -> Tensor:
-    """Sixteen bytes that stand for each id, (B, 2): ids themselves cannot be gathered; zeros for no names."""
+    """A 16-byte hash of each id, (B, 2) int64, since strings cannot be gathered; zeros without ids."""
     if ids is None:
         return torch.zeros((count, 2), dtype=torch.int64)
     digests = [hashlib.blake2b(str(i).encode(), digest_size=16).digest() for i in ids]
@@ -173,7 +217,7 @@ def _keys(ids: Ids, count: int) -> Tensor:
 
 
 def image_names(values: object, ids: Ids, start: Tensor) -> list[Any]:
-    """What errors call the images of a batch: their ids, or how many came before."""
+    """Names of the images of a batch for error messages: their ids, or their position."""
     if not isinstance(values, Tensor) or not values.ndim:
         raise DataError(f"a batch must be a tensor with one entry per image, not {type(values).__name__}.")
     if ids is None:
@@ -185,7 +229,7 @@ def image_names(values: object, ids: Ids, start: Tensor) -> list[Any]:
 
 
 def unit(values: Tensor, dims: str, what: str, names: list[Any], device: torch.device) -> Tensor:
-    """A batch of floats in [0, 1] on `device` (moved once), at least float32; anything else is refused."""
+    """The batch on `device`, at least float32; DataError unless it holds floats in [0, 1]."""
     batch = f"the batch from image {names[0]!r} on" if names else "an empty batch"
     if values.ndim != len(dims.split(", ")) or 0 in values.shape[1:]:
         raise DataError(f"{what} must be ({dims}), not {tuple(values.shape)} ({batch}).")
@@ -194,16 +238,16 @@ def unit(values: Tensor, dims: str, what: str, names: list[Any], device: torch.d
     values = values.detach().to(device)
     values = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
     low, high = values.reshape(len(values), values.shape[1:].numel()).aminmax(dim=1)
-    wrong = ~((low >= -ROUNDING) & (high <= 1 + ROUNDING))  # true for NaN
+    wrong = ~((low >= -UNIT_TOLERANCE) & (high <= 1 + UNIT_TOLERANCE))  # true for NaN
     if wrong.any():
         i = int(wrong.int().argmax())
-        seen = "NaN" if low[i].isnan() or high[i].isnan() else f"{low[i]:.6g} to {high[i]:.6g}"
-        raise DataError(f"{what} of image {names[i]!r} must be in [0, 1], not {seen}.")
+        given = "NaN" if low[i].isnan() or high[i].isnan() else f"{low[i]:.6g} to {high[i]:.6g}"
+        raise DataError(f"{what} of image {names[i]!r} must be in [0, 1], not {given}.")
     return values.clamp(0, 1)
 
 
 def same_length(others: Any, what: str, names: list[Any]) -> None:
-    """Refuse another number of `others` than of images."""
+    """DataError unless there is one of `others` per image."""
     count = len(others) if hasattr(others, "__len__") else 0
     if count < len(names):
         raise DataError(f"{count} {what} for {len(names)} images: image {names[count]!r} has none.")
@@ -213,20 +257,20 @@ def same_length(others: Any, what: str, names: list[Any]) -> None:
 
 
 def ground_truth(boxes: Any, maps: Tensor, names: list[Any]) -> tuple[Tensor, Tensor]:
-    """All boxes of a batch, (sum of G, 4) int64, and the image that each belongs to, on the CPU."""
+    """All boxes of a batch, (sum of G, 4) int64, and the index of the image of each, on the CPU."""
     same_length(boxes, "sets of boxes", names)
-    found = list[Tensor]()
+    checked = list[Tensor]()
     for name, given in zip(names, boxes, strict=True):
         if given is None or not len(given):
             raise DataError(f"image {name!r} has no ground-truth box: annotate it or leave it out.")
-        found.append(torch.as_tensor(given).detach().cpu())
-    check_boxes(found, maps.shape, names)
-    owner = torch.tensor([i for i, each in enumerate(found) for _ in each], dtype=torch.int64)
-    return torch.cat([torch.zeros(0, 4), *found]).long(), owner
+        checked.append(torch.as_tensor(given).detach().cpu())
+    check_boxes(checked, maps.shape, names)
+    image = torch.tensor([i for i, each in enumerate(checked) for _ in each], dtype=torch.int64)
+    return torch.cat([torch.zeros(0, 4), *checked]).long(), image
 
 
 def flags(values: Tensor, what: str, names: list[Any]) -> Tensor:
-    """One yes or no per image, (B,) bool."""
+    """One flag per image, (B,) bool."""
     same_length(values, what, names)
     values = torch.as_tensor(values).detach()
     if values.ndim != 1 or not (values.dtype == torch.bool or ((values == 0) | (values == 1)).all()):
@@ -237,9 +281,9 @@ def flags(values: Tensor, what: str, names: list[Any]) -> Tensor:
 
 
 def object_masks(masks: Tensor | Sequence[Tensor | None], maps: Tensor, names: list[Any]) -> Tensor:
-    """Masks like the maps, (B, H, W) uint8: 1 object, 0 background, 255 ignored."""
+    """Masks of the maps' size, (B, H, W) uint8: 1 object, 0 background, 255 ignored."""
     same_length(masks, "masks", names)
-    found = list[Tensor]()
+    checked = list[Tensor]()
     for name, given in zip(names, masks, strict=True):
         if given is None:
             raise DataError(f"image {name!r} has no mask: annotate it or leave it out.")
@@ -248,9 +292,9 @@ def object_masks(masks: Tensor | Sequence[Tensor | None], maps: Tensor, names: l
             sizes = f"{tuple(mask.shape)}, its map is {tuple(maps.shape[1:])}"
             raise DataError(f"the mask of image {name!r} is {sizes}: resize it (nearest neighbour).")
         if not ((mask == 0) | (mask == 1) | (mask == IGNORED)).all():
-            seen = sorted({round(float(v), 4) for v in mask.unique()[:8]})
+            values = sorted({round(float(v), 4) for v in mask.unique()[:8]})
             raise DataError(
-                f"the mask of image {name!r} holds {seen}: only 1 object, 0 background, 255 ignored."
+                f"the mask of image {name!r} holds {values}: only 1 object, 0 background, 255 ignored."
             )
-        found.append(mask.to(torch.uint8))
-    return torch.stack(found) if found else maps.to(torch.uint8)
+        checked.append(mask.to(torch.uint8))
+    return torch.stack(checked) if checked else maps.to(torch.uint8)

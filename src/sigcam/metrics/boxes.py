@@ -1,4 +1,4 @@
-"""From maps to boxes at one threshold or at all 1001, and how well they fit the truth (PROTOCOL 5.1, 5.2).
+"""Boxes of maps at one threshold or at all 1001, and their IoU with ground truth (PROTOCOL 5.1, 5.2).
 
 Levels are floor(255 * map), the product in the maps' own precision as in the public evaluator; only maps in
 half precision are multiplied in float32, where that product is exact. Thresholds are fractions of a map's
@@ -32,14 +32,14 @@ def best_ious(
     first: bool = False,
     ids: Sequence[str] | None = None,
 ) -> Tensor:
-    """The best IoU of boxes around what maps (B, H, W) show at each of `THRESHOLDS`, (B, 1001) float64.
+    """The best IoU of the boxes of maps (B, H, W) with ground truth, at each threshold, (B, 1001) float64.
 
-    Works on as many cores as torch does (`torch.set_num_threads`); the result is on the CPU.
+    Uses as many threads as torch does (`torch.set_num_threads`); the result is on the CPU.
 
     Args:
         boxes: per image (G, 4), whole map pixels, xyxy; x1 and y1 are inside, and may be W and H.
-        mode: "all" contours count, or the one with the "largest" polygon.
-        first: only an image's first ground-truth box counts.
+        mode: count "all" contours, or the one with the "largest" polygon.
+        first: count only the first ground-truth box of an image.
         ids: names of the images, for errors.
     """
     levels = to_levels(maps, ids).numpy()
@@ -53,7 +53,7 @@ def best_ious(
         bounds = ends[begin : end + 1]
         sweep(levels[begin:end], flat, bounds, THRESHOLDS.numpy(), mode == "largest", ious[begin:end])
 
-    # Threads of our own: numba's may neither be forked nor entered from two threads at once.
+    # Not numba's threads: those may neither be forked nor entered from two threads at once.
     threads = min(torch.get_num_threads(), len(maps))
     cuts = np.linspace(0, len(maps), min(4 * threads, len(maps)) + 1).astype(int).tolist()
     if threads > 1:
@@ -65,19 +65,28 @@ def best_ious(
 
 
 def boxes_at(maps: Tensor, threshold: float, mode: Mode = "largest") -> list[Tensor]:
-    """Per image, boxes (G, 4) of contours above the threshold, largest polygon first; (0, 0, 0, 0) if none.
+    """Per image, the boxes (G, 4) of contours above the threshold, largest polygon first; zeros if none.
 
     Holes have contours too. Boxes are xyxy; x1 and y1 are one past the last pixel, but never past the last
     pixel of the image.
     """
     height, width = maps.shape[-2:]
-    found = list[Tensor]()
+    boxes = list[Tensor]()
     for mask in foreground(maps, threshold).cpu().numpy():
         rows = contours(mask)
         rows = rows[np.argsort(-rows[:, 4], kind="stable")][: 1 if mode == "largest" else None, :4]
         rows[:, 2:] = np.minimum(rows[:, 2:] + 1, (width - 1, height - 1))
-        found.append(torch.from_numpy(rows if len(rows) else np.zeros((1, 4), np.int64)).to(maps.device))
-    return found
+        boxes.append(torch.from_numpy(rows if len(rows) else np.zeros((1, 4), np.int64)).to(maps.device))
+    return boxes
+
+
+def box_ious(boxes: Tensor, others: Tensor) -> Tensor:
+    """IoU of (..., 4) boxes with others, the last pixel inside, in float64 (PROTOCOL 5.2)."""
+    low = torch.maximum(boxes[..., :2], others[..., :2])
+    high = torch.minimum(boxes[..., 2:], others[..., 2:])
+    both = (high - low + 1).clamp(min=0).prod(-1).double()
+    areas = sum((each[..., 2:] - each[..., :2] + 1).prod(-1) for each in (boxes, others))
+    return both / (areas - both)
 
 
 def foreground(maps: Tensor, threshold: float) -> Tensor:
@@ -88,7 +97,7 @@ def foreground(maps: Tensor, threshold: float) -> Tensor:
 
 
 def to_levels(maps: Tensor, ids: Sequence[str] | None = None) -> Tensor:
-    """Maps (B, H, W) in [0, 1] as grey levels, uint8 on the CPU; an error names the map that is not so."""
+    """Grey levels of maps (B, H, W) in [0, 1], uint8 on the CPU; DataError names a map with other values."""
     if maps.ndim != 3 or 0 in maps.shape[1:]:
         raise DataError(f"maps must be (images, height, width), not {tuple(maps.shape)}.")
     if max(maps.shape[1:]) > LARGEST_SIDE:
@@ -104,45 +113,46 @@ def to_levels(maps: Tensor, ids: Sequence[str] | None = None) -> Tensor:
         inside = ((maps >= 0) & (maps <= 1)).flatten(1).all(1)  # false for NaN
         index = int((~inside).nonzero()[0])
         low, high = maps[index].aminmax()
-        seen = "NaN" if low.isnan() else f"values from {low:.6g} to {high:.6g}"
-        raise DataError(f"the map of {_name(index, ids)} has {seen}: bring maps into [0, 1].")
+        given = "NaN" if low.isnan() else f"values from {low:.6g} to {high:.6g}"
+        raise DataError(f"the map of {_image_name(index, ids)} has {given}: bring maps into [0, 1].")
     return levels
 
 
 def check_boxes(boxes: Sequence[Tensor], shape: torch.Size, ids: Sequence[str] | None = None) -> None:
-    """Raises an error that names the first image of (B, H, W) maps whose boxes cannot be scored as given."""
+    """DataError naming the first image of (B, H, W) maps whose boxes cannot be scored."""
     count, height, width = shape
     if len(boxes) != count:
         raise DataError(f"there are {count} maps but boxes of {len(boxes)} images: give (G, 4) per map.")
     for index, each in enumerate(boxes):
-        who = _name(index, ids)
+        image = _image_name(index, ids)
         if each.ndim != 2 or each.shape[1] != 4 or not len(each):
             raise DataError(
-                f"{who} needs boxes of shape (G, 4) with G at least 1, not {tuple(each.shape)}: "
+                f"{image} needs boxes of shape (G, 4) with G at least 1, not {tuple(each.shape)}: "
                 "give its annotation, or leave it out."
             )
         for box in each.tolist():
             x0, y0, x1, y1 = box
             if any(value % 1 != 0 for value in box):  # true for NaN
-                raise DataError(f"{who} has a box {box} that is not in whole pixels: use scaled_boxes.")
+                raise DataError(f"{image} has a box {box} that is not in whole pixels: use scaled_boxes.")
             if x0 > x1 or y0 > y1:
-                raise DataError(f"{who} has an inverted box {box}: give x0, y0, x1, y1, the least first.")
+                raise DataError(f"{image} has an inverted box {box}: give x0, y0, x1, y1, the least first.")
             if x0 < 0 or y0 < 0 or x1 > width or y1 > height:
                 raise DataError(
-                    f"{who} has a box {box} beyond its {width} x {height} map: scale boxes to the map's size."
+                    f"{image} has a box {box} beyond its {width} x {height} map: "
+                    "scale boxes to the map's size."
                 )
 
 
 def scaled_boxes(boxes: Tensor, size: tuple[int, int], out: tuple[int, int]) -> Tensor:
-    """Boxes (G, 4) of an image of `size` (width, height) in the pixels of one of `out`, cut to whole ones.
+    """Scale boxes (G, 4) from an image of `size` (width, height) to one of `out`, rounded down.
 
-    Multiplied before divided, in float64: another order gives other pixels for some sizes (PROTOCOL 5.2).
+    Multiplies before it divides, in float64: the other order may give other pixels (PROTOCOL 5.2).
     """
-    was, now = (
+    old, new = (
         torch.tensor([*pair, *pair], dtype=torch.float64, device=boxes.device) for pair in (size, out)
     )
-    return (boxes.double() * now / was).long()
+    return (boxes.double() * new / old).long()
 
 
-def _name(index: int, ids: Sequence[str] | None) -> str:
+def _image_name(index: int, ids: Sequence[str] | None) -> str:
     return f"image {ids[index]!r}" if ids is not None else f"image {index}"

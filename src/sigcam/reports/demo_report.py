@@ -13,17 +13,17 @@ from sigcam.data.sample import Sample, Samples
 from sigcam.methods.explainer import explain
 from sigcam.methods.explanation import data_uri
 from sigcam.methods.postprocess import disagreement
-from sigcam.methods.targets import Branch
 from sigcam.network.dual import DualBranch
-from sigcam.reports.explain_report import QUALITY
+from sigcam.reports.explain_report import JPEG_QUALITY
+from sigcam.reports.figures import BOTH_HEADS
 from sigcam.reports.html import Card, Figure, Gallery, Number, ReportTable, Section, Shot, render_page
 
 
 def demo_page(
     table: Mapping[str, Any], figures: Mapping[str, Path], net: DualBranch, samples: Samples
 ) -> str:
-    """The demo's numbers, its figures, and the maps of some test pictures by both heads."""
-    places = ReportTable(
+    """The demo's numbers, its figures, and the maps of some test images by both heads."""
+    localization = ReportTable(
         ("map from", "weights", "mean IoU", "threshold"),
         [
             (row["branch"], [row["clamp"], Number(row["iou"], digits=3), Number(row["threshold"])])
@@ -51,16 +51,16 @@ def demo_page(
         "branch has no such freedom.",
         "maps": "Input, the object's mask, and the same method on both heads.",
     }
-    drawn = []
+    parts = []
     for name, path in figures.items():
-        with Image.open(path) as picture:
-            drawn.append(Figure(Shot(data_uri(picture, 88), f"figure: {captions[name]}", captions[name])))
+        with Image.open(path) as image:
+            parts.append(Figure(Shot(data_uri(image, 88), f"figure: {captions[name]}", captions[name])))
     return render_page(
         "sigcam demo",
         [
-            Section("Where is it?", [places]),
+            Section("Where is it?", [localization]),
             Section("Is it there at all?", [presence]),
-            Section("Figures", drawn),
+            Section("Figures", parts),
             Section(
                 "Maps of test pictures",
                 [Gallery([_both_heads(net, sample, samples.classes) for sample in samples], "class")],
@@ -81,25 +81,24 @@ def demo_page(
 
 
 def _both_heads(net: DualBranch, sample: Sample, classes: Sequence[str]) -> Card:
-    """One picture with the maps of both heads."""
-    picture = sample.open()
-    branches: tuple[Branch, Branch] = ("softmax", "sigmoid")
-    found = [explain(net, [picture], branch=branch) for branch in branches]
-    name, label = found[0].name(int(found[0].classes[0])), classes[sample.label or 0]
-    probability, evidence = float(found[0].probability[0]), float(found[1].evidence[0])
-    top = found[1].rows()[0]["top"]
+    """One image with the maps of both heads."""
+    image = sample.open()
+    softmax, sigmoid = (explain(net, [image], branch=branch) for branch in BOTH_HEADS)
+    name, label = softmax.name(int(softmax.classes[0])), classes[sample.label or 0]
     return Card(
         label,
         [
-            Shot(data_uri(ex.overlay(boxes=0.2)[0], QUALITY), f"{ex.branch} map of {name}", ex.branch)
-            for ex in found
+            Shot(data_uri(ex.overlay(boxes=0.2)[0], JPEG_QUALITY), f"{ex.branch} map of {name}", ex.branch)
+            for ex in (softmax, sigmoid)
         ],
         group=label,
         keys={
-            "probability": probability,
-            "evidence": evidence,
-            "disagreement of the heads' maps": float(disagreement(found[0].maps[0], found[1].maps[0])),
+            "probability": float(softmax.probability[0]),
+            "evidence": float(sigmoid.evidence[0]),
+            "disagreement of the heads' maps": float(disagreement(softmax.maps[0], sigmoid.maps[0])),
         },
-        scores=[(each["class_name"], each["probability"], each["evidence"]) for each in top],
+        scores=[
+            (each["class_name"], each["probability"], each["evidence"]) for each in sigmoid.rows()[0]["top"]
+        ],
         notes=[] if name == label else [f"taken for {name}"],
     )

@@ -1,4 +1,4 @@
-"""Reports of maps: what `sigcam explain` drew, and what `sigcam demo` found."""
+"""The report of `sigcam explain`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from sigcam.methods.postprocess import disagreement
 from sigcam.network.dual import DualBranch
 from sigcam.reports.html import Card, Gallery, Section, Shot, render_page
 
-Row = dict[str, Any]
-Redraw = Callable[[list[Image.Image], list[int]], Explanation]  # pictures and a class of each
+Redraw = Callable[[list[Image.Image], list[int]], Explanation]  # images and the class of each
 
-MOST = 500  # images on a page
-QUALITY = 80  # of JPEG: 500 pictures of 224 x 224, each with two maps, stay below 25 MB
-AT_ONCE = 16
+MAX_IMAGES = 500  # on a page
+JPEG_QUALITY = 80  # 500 images of 224 x 224, each with two maps, stay below 25 MB
+BATCH_SIZE = 16
 
 
 def explain_page(
-    rows: Sequence[Row],
+    rows: Sequence[Mapping[str, Any]],
     maps: Mapping[str, Path],
     samples: Samples,
     net: DualBranch,
@@ -38,56 +37,53 @@ def explain_page(
     skipped: Sequence[tuple[str, str]] = (),
     progress: Progress,
 ) -> str:
-    """The page of drawn maps: every picture with its map and box, its likely classes, and where the two
-    heads disagree.
+    """The HTML page of drawn maps: every image with its map and box, its likely classes, and the
+    disagreement of the two heads.
 
     Args:
         rows: as `sigcam explain` writes them.
         maps: the file of each image's map, by id.
-        redraw: draws the other head's maps of the same classes; None where there is no other.
+        redraw: draws the other head's maps of the same classes; None if there is no other head.
     """
-    shown = evenly(len(rows), MOST)
-    opened, first = {sample.id: sample for sample in samples}, rows[0]
+    shown = evenly(len(rows), MAX_IMAGES)
+    by_id, first = {sample.id: sample for sample in samples}, rows[0]
     cards = list[Card]()
-    for start in range(0, len(shown), AT_ONCE):
-        part = [rows[i] for i in shown[start : start + AT_ONCE]]
-        pictures = [opened[row["image"]].open() for row in part]
+    for start in range(0, len(shown), BATCH_SIZE):
+        part = [rows[i] for i in shown[start : start + BATCH_SIZE]]
+        images = [by_id[row["image"]].open() for row in part]
         values = [torch.from_numpy(np.load(maps[row["image"]])) for row in part]
-        other = redraw(pictures, [row["class"] for row in part]) if redraw else None
-        for i, (row, picture) in enumerate(zip(part, pictures, strict=True)):
-            label = opened[row["image"]].label
-            named = "" if label is None else samples.classes[label]
-            cards.append(_explained(row, named, seen_by(net, picture), values[i], other, i))
+        other = redraw(images, [row["class"] for row in part]) if redraw else None
+        for i, (row, image) in enumerate(zip(part, images, strict=True)):
+            label = by_id[row["image"]].label
+            name = "" if label is None else samples.classes[label]
+            other_map = None if other is None else other.first_maps()[i].cpu()
+            cards.append(_card(row, name, input_image(net, image), values[i], other_map))
         progress("report", len(cards), len(shown))
-    heads = f"{first['branch']} branch" if first["branch"] == "sigmoid" else f"{first['branch']} head"
-    judged = first["evidence"] is not None
-    told = (
+    head = f"{first['branch']} branch" if first["branch"] == "sigmoid" else f"{first['branch']} head"
+    weights = "clamped" if first["clamp"] else "signed weights"
+    intro = (
         "Probability says which class, by the softmax head; evidence says whether it is there at all, by "
         "the sigmoid branch, each class judged by itself."
-        if judged
+        if first["evidence"] is not None
         else "No fitted branch was used, so there is no evidence: probability says which class, not whether."
     )
     if redraw:
-        told += (
+        intro += (
             " Beside each map is the softmax head's of the same class; their disagreement is 1 minus "
             "their overlap, from 0 (equal) to 1 (nothing in common)."
         )
     gallery = Gallery(cards, grouped_by="predicted class", signed=first["scale"] == "raw")
-    blank = sum(bool(row["blank"]) for row in rows)
-    few = f"{len(cards)} of {len(rows)} images are shown, evenly chosen." if len(cards) < len(rows) else ""
+    foot = f"{len(cards)} of {len(rows)} images are shown, evenly chosen." if len(cards) < len(rows) else ""
     return render_page(
         "Evidence maps",
-        [Section("Images", [gallery], intro=told, foot=few)],
+        [Section("Images", [gallery], intro=intro, foot=foot)],
         facts=[
             ("images", str(len(rows))),
-            (
-                "maps",
-                f"{first['method']} of the {heads}, {'clamped' if first['clamp'] else 'signed weights'}",
-            ),
+            ("maps", f"{first['method']} of the {head}, {weights}"),
             ("score explained", first["target"]),
             ("scale", "raw, in logits" if first["scale"] == "raw" else "unit: each map from 0 to 1"),
             ("box", f"above {first['threshold']:g} of the map's peak"),
-            ("blank maps", str(blank)),
+            ("blank maps", str(sum(bool(row["blank"]) for row in rows))),
         ],
         warnings=[f"{len(skipped)} picture(s) could not be read, the first {skipped[0][0]}."]
         if skipped
@@ -96,25 +92,24 @@ def explain_page(
     )
 
 
-def _explained(
-    row: Row, label: str, picture: Image.Image, values: Tensor, other: Explanation | None, i: int
+def _card(
+    row: Mapping[str, Any], label: str, image: Image.Image, values: Tensor, other_map: Tensor | None
 ) -> Card:
-    """What is told of one image, whose map by the other head is the i-th."""
+    """The card of one image, with the softmax head's map beside its own if there is one."""
     raw, top, name = row["scale"] == "raw", row["top"], row["class_name"]
-    drawn = with_boxes(overlay(picture, values, signed=raw), [row["box"]])
+    drawn = with_boxes(overlay(image, values, signed=raw), [row["box"]])
     shots = [_shot(drawn, values, row["branch"], f"{name} on {row['image']}", raw)]
     facts = [("label", label)] if label else []
     facts.append(("map of", name))
-    if row["class"] != top[0]["class"]:  # whose scores are in the list of likely classes
+    if row["class"] != top[0]["class"]:  # otherwise its scores head the list of likely classes
         facts.append(("its probability", f"{row['probability']:.3f}"))
         facts += [("its evidence", f"{row['evidence']:.3f}")] if row["evidence"] is not None else []
-    difference = None
-    if other is not None:
-        theirs = other.first_maps()[i].cpu()
-        shots.append(_shot(overlay(picture, theirs, signed=raw), theirs, other.branch, name, raw))
-        difference = float(disagreement(values, theirs))
-        facts.append(("disagreement", f"{difference:.3f}"))
-    apart = None if row["evidence"] is None else abs(row["probability"] - row["evidence"])
+    apart = None
+    if other_map is not None:
+        shots.append(_shot(overlay(image, other_map, signed=raw), other_map, "softmax", name, raw))
+        apart = float(disagreement(values, other_map))
+        facts.append(("disagreement", f"{apart:.3f}"))
+    difference = None if row["evidence"] is None else abs(row["probability"] - row["evidence"])
     return Card(
         row["image"],
         shots,
@@ -122,8 +117,8 @@ def _explained(
         keys={
             "probability": row["probability"],
             "evidence": row["evidence"],
-            "|probability - evidence|": apart,
-            "disagreement of the heads' maps": difference,
+            "|probability - evidence|": difference,
+            "disagreement of the heads' maps": apart,
         },
         scores=[(each["class_name"], each["probability"], each["evidence"]) for each in top],
         facts=facts,
@@ -132,20 +127,17 @@ def _explained(
 
 
 def _shot(drawn: Image.Image, values: Tensor, branch: str, what: str, raw: bool) -> Shot:
-    """A drawn map; below a raw one, where its colours end."""
+    """A drawn map; the caption of a raw one gives the range of its colours."""
     reach = f", ± {largest(values):.3g} logits" if raw else ""
-    return Shot(data_uri(drawn, QUALITY), f"{branch} map of {what}", branch + reach)
+    return Shot(data_uri(drawn, JPEG_QUALITY), f"{branch} map of {what}", branch + reach)
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """At most `most` of `count` indices, at even distances."""
+    """At most `most` of `count` indices, evenly spaced."""
     return list(range(count)) if count <= most else [i * count // most for i in range(most)]
 
 
-def seen_by(net: DualBranch, picture: Image.Image) -> Image.Image:
-    """What of a picture the network sees."""
-    seen = getattr(net.transform, "picture", None)
-    return seen(picture) if seen else picture
-
-
-# ------------------------------------------------------------------------------------------------- the demo
+def input_image(net: DualBranch, image: Image.Image) -> Image.Image:
+    """The part of an image that the network's transform keeps."""
+    kept = getattr(net.transform, "picture", None)
+    return kept(image) if kept else image

@@ -1,4 +1,4 @@
-"""Figures of maps: both heads side by side, and the two distortions."""
+"""Figures of maps: both heads side by side, and the two distortions of the softmax head."""
 
 from __future__ import annotations
 
@@ -15,25 +15,22 @@ from sigcam.methods.map_config import MapConfig
 from sigcam.methods.targets import Branch
 from sigcam.network.dual import DualBranch
 
-_HEADS: tuple[Branch, Branch] = ("softmax", "sigmoid")
+BOTH_HEADS: tuple[Branch, Branch] = ("softmax", "sigmoid")
 
 
 def maps_figure(net: DualBranch, samples: Samples, rows: int = 6) -> Any:
-    """Input, ground truth, softmax map and sigmoid map of one well-sized, rightly classified picture per
-    row."""
-    pictures, captions, seen = [], [], set[int]()
+    """Input, ground truth, softmax map and sigmoid map, a row per class with a correctly classified image."""
+    images, captions, shown = [], [], set[int]()
     for sample in samples:
-        if sample.label is None or sample.label in seen or sample.boxes is None or sample.open_mask is None:
+        if sample.label is None or sample.label in shown or sample.boxes is None or sample.open_mask is None:
             continue
-        picture = sample.open()
-        softmax, sigmoid = (explain(net, [picture], branch=branch) for branch in _HEADS)
+        image = sample.open()
+        softmax, sigmoid = (explain(net, [image], branch=branch) for branch in BOTH_HEADS)
         if int(softmax.classes[0]) != sample.label:
             continue
-        seen.add(sample.label)
-        truth = with_outline(picture, sample.open_mask())
-        pictures.append(
-            [picture, truth, overlay(picture, softmax.maps[0]), overlay(picture, sigmoid.maps[0])]
-        )
+        shown.add(sample.label)
+        truth = with_outline(image, sample.open_mask())
+        images.append([image, truth, overlay(image, softmax.maps[0]), overlay(image, sigmoid.maps[0])])
         captions.append(
             [
                 samples.classes[sample.label],
@@ -42,20 +39,19 @@ def maps_figure(net: DualBranch, samples: Samples, rows: int = 6) -> Any:
                 f"evidence {float(sigmoid.evidence[0]):.3f}",
             ]
         )
-        if len(pictures) == rows:
+        if len(images) == rows:
             break
     return grid(
-        pictures,
+        images,
         columns=("input", "ground truth", "Grad-CAM, softmax head", "Grad-CAM, sigmoid branch"),
         captions=captions,
     )
 
 
 def distortions_figure(net: DualBranch, samples: Samples) -> Any:
-    """Eq. 8-10 on one picture: the softmax head shifted three ways, its probabilities, and both branches'
-    maps."""
-    right = (s for s in samples if int(explain(net, [s.open()], branch="softmax").classes[0]) == s.label)
-    sample = next(right, samples[0])
+    """Eq. 8-10 on one image: probabilities and maps as trained and after two shifts of the softmax head."""
+    correct = (s for s in samples if int(explain(net, [s.open()], branch="softmax").classes[0]) == s.label)
+    sample = next(correct, samples[0])
     picture, label = sample.open(), sample.label
     assert net.transform is not None and sample.open_mask is not None and label is not None
     image = net.transform(picture)[None].to(net.device).double()
@@ -65,7 +61,7 @@ def distortions_figure(net: DualBranch, samples: Samples) -> Any:
     original = weight.detach().clone()
     features = double(image).features[0]
     outside = _outside(torch.from_numpy(sample.open_mask()) == 1, features.shape[-2:])
-    channel = int((features * outside.to(features)).mean((1, 2)).argmax())  # what the background shows most
+    channel = int((features * outside.to(features)).mean((1, 2)).argmax())  # strongest outside the object
     spread = float(original.std())
     shifts = (
         ("as trained", 0.0, slice(0, 0)),
@@ -78,16 +74,16 @@ def distortions_figure(net: DualBranch, samples: Samples) -> Any:
         with torch.no_grad():
             weight.copy_(original)
             weight[:, channels] += delta
-        passage = double.run(image, grad=True)
-        top = passage.softmax.softmax(1)[0].sort(descending=True).values
-        said = (
+        forward = double.run(image, grad=True)
+        top = forward.softmax.softmax(1)[0].sort(descending=True).values
+        texts = (
             f"probabilities {top[0]:.6f}, {top[1]:.6f}",
-            f"evidence {passage.sigmoid[0, label].sigmoid():.6f}",
+            f"evidence {forward.sigmoid[0, label].sigmoid():.6f}",
         )
-        for row, branch in enumerate(_HEADS):
-            ex = explain_pass(double, passage, MapConfig(branch=branch))
+        for row, branch in enumerate(BOTH_HEADS):
+            ex = explain_pass(double, forward, MapConfig(branch=branch))
             rows[row].append(colours(ex.maps[0]))
-            captions[row].append(said[row] + ("\nblank map" if bool(ex.blank[0]) else ""))
+            captions[row].append(texts[row] + ("\nblank map" if bool(ex.blank[0]) else ""))
     return grid(
         rows,
         columns=("input", *(f"{name}\ndelta = {delta:+.2f}" for name, delta, _ in shifts)),
@@ -96,6 +92,6 @@ def distortions_figure(net: DualBranch, samples: Samples) -> Any:
 
 
 def _outside(mask: Tensor, size: torch.Size) -> Tensor:
-    """(P, Q): 1 for cells that hold nothing of the object."""
+    """1 for cells (P, Q) without any pixel of the object, 0 for the others."""
     pooled = torch.nn.functional.adaptive_max_pool2d(mask.float()[None, None], (size[0], size[1]))
     return 1 - pooled[0, 0]

@@ -1,6 +1,6 @@
-"""A report: one HTML file that needs nothing from elsewhere, made of tables, charts and pictures.
+"""Pages: one self-contained HTML file of tables, charts and images.
 
-Everything given is plain text and is escaped; charts come from `sigcam.drawing.charts`.
+All text is escaped; charts come from `sigcam.drawing.charts`.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sigcam.core.errors import DataError
+from sigcam.core.errors import MissingExtra
 from sigcam.drawing.overlay import ends, gradient
 
-PAGES = Path(__file__).with_name("templates")
+TEMPLATES = Path(__file__).with_name("templates")
 
 
 @dataclass(frozen=True)
 class Number:
-    """A cell of a table.
+    """A number in a table.
 
     Args:
-        low, high: the ends of its interval.
-        difference: from the row that others are compared with, and the ends of its interval.
-        better: whether the difference is for the better, beyond doubt; None if neither.
-        note: what else is said of it.
+        low, high: ends of its interval.
+        difference: difference from the baseline row, and the ends of its interval.
+        better: whether the difference is significantly better (True) or worse (False).
+        note: text below the number.
     """
 
     value: float
@@ -44,7 +44,7 @@ class Number:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """Rows of numbers or words under a header, whose first column names the rows."""
+    """Rows of numbers or text under a header; the first column names the rows."""
 
     header: Sequence[str]
     rows: Sequence[tuple[str, Sequence[Number | str | None]]]
@@ -55,7 +55,7 @@ class ReportTable:
 
 @dataclass(frozen=True)
 class Charts:
-    """Charts side by side, as `line_chart` makes them."""
+    """Charts of `line_chart`, side by side."""
 
     figures: Sequence[str]
     title: str = ""
@@ -65,7 +65,7 @@ class Charts:
 
 @dataclass(frozen=True)
 class Shot:
-    """A picture: its data URI, what it shows for those who cannot see it, and what is written below."""
+    """An image: its data URI, alternative text, and caption."""
 
     source: str
     alt: str
@@ -74,7 +74,7 @@ class Shot:
 
 @dataclass(frozen=True)
 class Figure:
-    """A wide picture by itself."""
+    """A wide image of its own."""
 
     shot: Shot
     title: str = ""
@@ -83,14 +83,14 @@ class Figure:
 
 @dataclass(frozen=True)
 class Card:
-    """What is told of one image.
+    """One image of a gallery.
 
     Args:
-        group: what it is filtered by.
-        keys: what it is sorted by; None where a number is missing.
+        group: value of the gallery's filter.
+        keys: values to sort by; None if missing.
         scores: name, probability and evidence (or None) of its likely classes.
-        facts: (name, text).
-        notes: sentences that must not be missed.
+        facts: (name, text) pairs.
+        notes: warnings.
     """
 
     title: str
@@ -104,11 +104,11 @@ class Card:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Cards that can be filtered and sorted, if there are several groups and keys.
+    """Cards that can be filtered if there are several groups, and sorted if there are keys.
 
     Args:
-        grouped_by: what the cards' groups are.
-        signed: the maps are, in logits.
+        grouped_by: label of the filter.
+        signed: the maps are signed, in logits.
     """
 
     cards: Sequence[Card]
@@ -120,29 +120,29 @@ class Gallery:
 
     @property
     def groups(self) -> list[str]:
-        """The groups there are, by name; none if there is one alone."""
-        found = sorted({card.group for card in self.cards if card.group})
-        return found if len(found) > 1 else []
+        """The groups of the cards, sorted; empty if there is only one."""
+        groups = sorted({card.group for card in self.cards if card.group})
+        return groups if len(groups) > 1 else []
 
     @property
     def keys(self) -> list[str]:
-        """What at least one card can be sorted by."""
+        """The keys that at least one card has."""
         return list(dict.fromkeys(k for card in self.cards for k, v in card.keys.items() if v is not None))
 
     @property
     def gradient(self) -> str:
-        """The colours of the maps."""
+        """The colours of the maps, as CSS."""
         return gradient(signed=self.signed)
 
     @property
     def ends(self) -> tuple[str, str, str]:
-        """What is written below the colours."""
+        """Text below the colour bar: left, middle, right."""
         return ("against", "0 logits", "for the class") if self.signed else ends(None)
 
 
 @dataclass(frozen=True)
 class NoteList:
-    """(name, text) pairs that are unfolded by those who want to know."""
+    """(name, text) pairs, folded by default."""
 
     title: str
     items: Sequence[tuple[str, str]]
@@ -154,13 +154,13 @@ Part = ReportTable | Charts | Figure | Gallery | NoteList
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, and what is below it.
+    """A heading with its parts.
 
     Args:
-        intro: a paragraph before the parts.
-        empty: what is said where there are no parts.
-        foot: small print after them.
-        command: what made it.
+        intro: paragraph before the parts.
+        empty: text to show if there are no parts.
+        foot: small print after the parts.
+        command: the command that made it.
     """
 
     title: str
@@ -181,40 +181,38 @@ def render_page(
     command: str = "",
     made: str = "",
 ) -> str:
-    """The whole page.
+    """Render the page.
 
     Args:
-        lead: a paragraph below the title.
-        facts: (name, text), in a list at the top.
-        warnings: sentences that must not be missed, above everything else.
-        command, made: how and when, at the foot.
+        lead: paragraph below the title.
+        facts: (name, text) pairs at the top.
+        warnings: shown above everything else.
+        command, made: how and when it was made, in the footer.
     """
-    return str(
-        _templates()
-        .get_template("page.html")
-        .render(
-            title=title,
-            sections=sections,
-            lead=lead,
-            facts=facts,
-            warnings=warnings,
-            command=command,
-            made=made,
-            css=(PAGES / "page.css").read_text(),
-            script=(PAGES / "page.js").read_text(),
-        )
+    page = _templates().get_template("page.html")
+    text = page.render(
+        title=title,
+        sections=sections,
+        lead=lead,
+        facts=facts,
+        warnings=warnings,
+        command=command,
+        made=made,
+        css=(TEMPLATES / "page.css").read_text(),
+        script=(TEMPLATES / "page.js").read_text(),
     )
+    return str(text)
 
 
 def can_report() -> bool:
-    """Whether what pages are made with is installed."""
+    """Whether the packages that pages need are installed."""
     return find_spec("jinja2") is not None
 
 
 def require_report_extra() -> None:
-    """DataError before the work begins if no page can be made."""
+    """MissingExtra if pages cannot be made, to be called before any work."""
     if not can_report():
-        raise DataError("a report needs the extra `report`: pip install 'sigcam[report]'.")
+        raise MissingExtra("a report", "jinja2", "report")
 
 
 @cache
@@ -223,7 +221,7 @@ def _templates() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     return Environment(
-        loader=FileSystemLoader(PAGES),
+        loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
