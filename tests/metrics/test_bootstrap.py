@@ -204,7 +204,7 @@ def test_what_cannot_be_resampled_or_paired_is_refused():
     plain.update(right)
     with pytest.raises(DataError, match=r"Top1Cls\(intervals=True\)"):
         interval(plain)
-    with pytest.raises(DataError, match="counted no image"):
+    with pytest.raises(DataError, match="has no images"):
         interval(Top1Cls(intervals=True))
     with pytest.raises(DataError, match="level"):
         interval(coin(right), level=95)

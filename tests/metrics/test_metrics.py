@@ -322,9 +322,9 @@ def test_a_threshold_off_the_grid_is_refused(threshold: Any):
 
 def test_thresholds_do_not_pass_between_metrics_or_from_nothing():
     one = MaxBoxAcc()
-    with pytest.raises(DataError, match="use one for both"):
+    with pytest.raises(DataError, match="use one metric for both"):
         without_peeking(v2(0), one)
-    with pytest.raises(DataError, match="counted no image"):
+    with pytest.raises(DataError, match="has no images"):
         without_peeking(v2(0), MaxBoxAccV2())
 
 
@@ -484,7 +484,7 @@ def test_a_long_stream_keeps_the_states_as_small_as_they_were():
 @every_metric
 def test_no_image_is_an_error_not_a_warning(name: str):
     metric = CASES[name].make()
-    with pytest.raises(DataError, match="counted no image: call update"):
+    with pytest.raises(DataError, match="has no images: call update"):
         metric.compute()
 
 

@@ -239,7 +239,8 @@ def _example_sections(examples: Examples) -> list[Section]:
         return [*sections, Section(title, empty="Maps of one branch alone were evaluated.")]
     disagreeing = sorted(examples.images, key=lambda e: -(e.disagreement or 0))[:MAX_CARDS]
     both = " and ".join(variant_words(examples.variants[i]._asdict()) for i in pair)
-    intro = f"{_which_images(examples)} By 1 minus the overlap of the maps of {both}: 0 is equal, 1 nothing in common."
+    order = f"By 1 minus the overlap of the maps of {both}: 0 is equal, 1 nothing in common."
+    intro = f"{_which_images(examples)} {order}"
     return [*sections, Section(title, [_gallery(examples, disagreeing)], intro)]
 
 
