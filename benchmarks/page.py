@@ -81,13 +81,13 @@ class Person(threading.Thread):
         controls = (SOURCES, ["grad-cam"], "evidence", True, 0.4, 0.0)
         self.timed("upload", lambda: self.queued("upload", self.uploaded(), *controls))
         for _ in range(15):
-            self.timed("threshold", lambda: self.at_once("move_box", round(self.chance.random(), 2)))
+            self.timed("threshold", lambda: self.at_once("set_threshold", round(self.chance.random(), 2)))
         for _ in range(15):
-            self.timed("delta", lambda: self.at_once("move_head", round(self.chance.uniform(-5, 5), 1)))
+            self.timed("delta", lambda: self.at_once("set_delta", round(self.chance.uniform(-5, 5), 1)))
         classes, kind = self.chance.sample(range(1000), 2), self.chance.choice(["evidence", "signed"])
         method = self.chance.choice(["cam", "grad-cam", "layer-cam", "grad-cam++"])
         self.timed("redraw", lambda: self.queued("redraw", classes, SOURCES, [method], kind, True))
-        self.timed("files", lambda: self.queued("links"))
+        self.timed("files", lambda: self.queued("download"))
 
     def timed(self, what: str, ask: Callable[[], None]) -> None:
         """One request; an error is noted."""

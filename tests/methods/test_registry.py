@@ -17,7 +17,8 @@ from sigcam.methods import METHODS, method
 from sigcam.methods.probe import Probe
 from sigcam.methods.registry import method_name
 from sigcam.network.attachment import attach
-from sigcam.ui.sources import Request, available_methods, sources_of
+from sigcam.ui.panel import Request
+from sigcam.ui.sources import available_methods, sources_of
 from sigcam.ui.viewer import Viewer
 from support.commands import place, run, spec
 from support.samples import picture, prepared, samples
@@ -69,12 +70,12 @@ def test_a_new_method_is_on_the_page_and_follows_a_shift_of_the_head(squared):
     net = prepared(Gap(4))
     assert squared in available_methods([net])
     viewer = Viewer("bird", picture(0), [net])
-    viewer.ask(Request((0,), tuple(sources_of(net)), (squared,)))
-    before = [panel.low for panel in viewer.panels]
+    viewer.update(Request((0,), tuple(sources_of(net)), (squared,)))
+    before = [panel.raw_map for panel in viewer.panels]
     viewer.shift(2.0)
-    assert all(panel.measure == squared for panel in viewer.panels)
+    assert all(panel.unit == squared for panel in viewer.panels)
     moved = {
-        panel.source.branch: not torch.equal(panel.low, low)
+        panel.source.branch: not torch.equal(panel.raw_map, low)
         for panel, low in zip(viewer.panels, before, strict=True)
     }
     assert moved["softmax"]

@@ -267,7 +267,7 @@ def test_both_sliders_answer_while_they_are_dragged(browser, embedded):
 
 def test_what_is_shown_can_be_taken_away(browser, embedded):
     with visit(browser, embedded) as page:
-        page.click("#make")
+        page.click("#download")
         page.wait_for_selector(".sc-link")
         files = {}
         for link in page.query_selector_all(".sc-link"):
@@ -352,7 +352,7 @@ def test_the_folder_is_sorted_by_disagreement_and_a_picture_opened_from_there(br
     with visit(browser, own) as page:
         page.click("role=tab[name='Sort the folder']")
         page.click("#sort")
-        page.wait_for_selector("text=33 of 33 pictures, 1 of them unreadable: done")
+        page.wait_for_selector("text=33 of 33 images, 1 unreadable: done")
         scores = [
             float(each.inner_text().split()[0]) for each in page.query_selector_all("#ranked .caption-label")
         ]
@@ -372,7 +372,7 @@ def test_a_branch_is_fitted_from_the_page(browser, options):
         page.wait_for_selector("text=held-out mean average precision", timeout=60_000)
         assert page.get_attribute("#fit-link a", "download") == "branch.safetensors"
         keep(page, "fitted")
-        page.click("role=tab[name='Look at a picture']")
+        page.click("role=tab[name='View an image']")
         page.click("text=fitted here: sigmoid branch")
         page.wait_for_selector(".sc-p2 img")
         assert "fitted here" in caption(page, 2)

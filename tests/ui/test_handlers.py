@@ -24,13 +24,16 @@ from sigcam.network.attachment import attach
 from sigcam.network.dual import DualBranch
 from sigcam.network.trace import lock_of
 from sigcam.ui.fit_job import FitJob, Stopped
-from sigcam.ui.html import boxes_html, links_html, panels_html, tops_html
+from sigcam.ui.head_shift import probabilities, shift_head
+from sigcam.ui.html import boxes_html, links_html, panels_html, top_classes_html
+from sigcam.ui.images import Gallery, open_upload
 from sigcam.ui.opening import open_gallery, open_networks
-from sigcam.ui.security import HEADERS, MAX_UPLOAD_BYTES, Guard, open_upload, parse_login
+from sigcam.ui.panel import Request
+from sigcam.ui.security import HEADERS, MAX_UPLOAD_BYTES, Guard, parse_login
 from sigcam.ui.serve import UiOptions
-from sigcam.ui.sessions import Gallery, Sessions
-from sigcam.ui.sources import Request, Source, class_choices, same_class, sources_of
-from sigcam.ui.viewer import Viewer, disagreements, probabilities, shifted
+from sigcam.ui.sessions import Sessions
+from sigcam.ui.sources import Source, class_choices, same_class, sources_of
+from sigcam.ui.viewer import Viewer, disagreements
 from support.folders import png_header
 from support.tiny import Gap, Vgg
 
@@ -47,52 +50,53 @@ def network(classes: int = 4, seed: int = 0) -> DualBranch:
     return net
 
 
-def look_at(net: DualBranch, *methods: str, kind: str = "evidence", classes=(0, 1)) -> Viewer:
-    look = Viewer("bird", PICTURE, [net])
-    look.ask(Request(tuple(classes), tuple(sources_of(net)), methods or ("grad-cam",), kind))  # type: ignore[arg-type]
-    return look
+def view(net: DualBranch, *methods: str, colours: str = "evidence", classes=(0, 1)) -> Viewer:
+    viewer = Viewer("bird", PICTURE, [net])
+    viewer.update(Request(tuple(classes), tuple(sources_of(net)), methods or ("grad-cam",), colours))  # type: ignore[arg-type]
+    return viewer
 
 
 # -------------------------------------------------------------------------------------------- the maths
 
 
 def test_a_shift_of_the_head_moves_softmax_maps_and_nothing_else():
-    look = look_at(network(), "grad-cam", "cam", kind="signed")
-    before = {id(p): (p.low, p.uri) for p in look.panels}
-    table = tops_html([look.top(look.first, "")], 0)
-    look.shift(-2.5)
-    features = look.passage(look.first).features[0].sum(0)
-    amount = -2.5 * float(look.first.last_layer("softmax").weight.detach().std())
-    for panel in look.panels:
+    viewer = view(network(), "grad-cam", "cam", colours="signed")
+    before = {id(p): (p.raw_map, p.image_uri) for p in viewer.panels}
+    table = top_classes_html([viewer.top_classes(viewer.main_net, "")], 0)
+    viewer.shift(-2.5)
+    features = viewer.forward_pass(viewer.main_net).features[0].sum(0)
+    amount = -2.5 * float(viewer.main_net.last_layer("softmax").weight.detach().std())
+    for panel in viewer.panels:
         low, uri = before[id(panel)]
         if panel.source.branch == "softmax":
-            assert torch.allclose(panel.low[0, 0], low[0, 0] + amount * features, atol=1e-5)
-            assert panel.uri != uri
+            assert torch.allclose(panel.raw_map[0, 0], low[0, 0] + amount * features, atol=1e-5)
+            assert panel.image_uri != uri
         elif panel.source.branch == "sigmoid":
-            assert torch.equal(panel.low, low) and panel.uri == uri
+            assert torch.equal(panel.raw_map, low) and panel.image_uri == uri
         else:  # the mean over classes takes the shift off
-            assert torch.allclose(panel.low, low, atol=1e-5)
-    assert tops_html([look.top(look.first, "")], 0) == table, "six digits of every probability"
+            assert torch.allclose(panel.raw_map, low, atol=1e-5)
+    after = top_classes_html([viewer.top_classes(viewer.main_net, "")], 0)
+    assert after == table, "six digits of every probability"
 
 
 def test_shifted_probabilities_are_computed_anew_and_stand_still():
     net = network()
-    passage = Viewer("bird", PICTURE, [net]).passage(net)
-    moved = probabilities(net, passage, 3.0)
-    assert torch.allclose(moved, probabilities(net, passage), atol=1e-7)
-    assert torch.allclose(moved.float(), passage.softmax.softmax(1)[0], atol=1e-6)
-    other, again = shifted(net, passage, 3.0)
+    forward_pass = Viewer("bird", PICTURE, [net]).forward_pass(net)
+    moved = probabilities(net, forward_pass, 3.0)
+    assert torch.allclose(moved, probabilities(net, forward_pass), atol=1e-7)
+    assert torch.allclose(moved.float(), forward_pass.softmax.softmax(1)[0], atol=1e-6)
+    other, again = shift_head(net, forward_pass, 3.0)
     assert torch.equal(other.last_layer("softmax").weight, net.last_layer("softmax").weight + 3.0)
-    assert not torch.allclose(again.softmax_logits, passage.softmax_logits)
-    assert again.softmax_logits.softmax(1).allclose(passage.softmax.softmax(1), atol=1e-5)
+    assert not torch.allclose(again.softmax_logits, forward_pass.softmax_logits)
+    assert again.softmax_logits.softmax(1).allclose(forward_pass.softmax.softmax(1), atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["cam", "grad-cam", "layer-cam", "score-cam"])
 def test_boxes_of_the_page_are_those_of_explain(method: str):
     net = network()
-    look = look_at(net, method, classes=(2,))
-    look.threshold = 0.4
-    for panel, box in zip(look.panels, look.boxes(), strict=True):
+    viewer = view(net, method, classes=(2,))
+    viewer.threshold = 0.4
+    for panel, box in zip(viewer.panels, viewer.boxes(), strict=True):
         ex = explain(net, [PICTURE], method, branch=panel.source.branch, classes=2)
         x0, y0, x1, y1 = ex.boxes(0.4)[0][0].tolist()
         found = None if box is None else (box[0] * 48, box[1] * 32, box[2] * 48, box[3] * 32)
@@ -100,49 +104,49 @@ def test_boxes_of_the_page_are_those_of_explain(method: str):
 
 
 def test_maps_in_logits_share_one_scale_and_others_keep_their_own():
-    look = look_at(network(), "grad-cam", "eigen-cam")
-    logits = [p for p in look.panels if p.in_logits]
-    assert {p.peak for p in logits} == {max(float(p.low.max()) for p in logits)}
-    assert {p.peak for p in look.panels if not p.in_logits} != {logits[0].peak}
-    look.ask(Request((0, 1), tuple(sources_of(look.first)), ("grad-cam",), shared=False))
-    assert len({p.peak for p in look.panels}) > 1
+    viewer = view(network(), "grad-cam", "eigen-cam")
+    logits = [p for p in viewer.panels if p.in_logits]
+    assert {p.scale_max for p in logits} == {max(float(p.raw_map.max()) for p in logits)}
+    assert {p.scale_max for p in viewer.panels if not p.in_logits} != {logits[0].scale_max}
+    viewer.update(Request((0, 1), tuple(sources_of(viewer.main_net)), ("grad-cam",), shared_scale=False))
+    assert len({p.scale_max for p in viewer.panels}) > 1
 
 
 def test_a_head_that_is_not_linear_is_drawn_but_not_shifted():
     net = attach(Vgg(), example=torch.randn(1, 3, 16, 16))
     net.transform = Preprocess(16, 16)
-    look = look_at(net, "grad-cam")
-    before = [p.uri for p in look.panels]
-    look.shift(4.0)
-    assert [p.uri for p in look.panels] == before and len(before) == 4
-    assert "not fitted" in tops_html([look.top(net, "")], 0)
+    viewer = view(net, "grad-cam")
+    before = [p.image_uri for p in viewer.panels]
+    viewer.shift(4.0)
+    assert [p.image_uri for p in viewer.panels] == before and len(before) == 4
+    assert "not fitted" in top_classes_html([viewer.top_classes(net, "")], 0)
 
 
 def test_files_hold_signed_maps_overlays_and_numbers():
-    look = look_at(network(), "cam", kind="signed")
-    look.threshold = 0.3
-    files = look.files()
+    viewer = view(network(), "cam", colours="signed")
+    viewer.threshold = 0.3
+    files = viewer.files()
     maps = np.load(io.BytesIO(files["maps.npy"]))
-    assert maps.shape == (len(look.panels), 32, 48) and maps.min() < 0
+    assert maps.shape == (len(viewer.panels), 32, 48) and maps.min() < 0
     about = json.loads(files["maps.json"])
-    assert about["threshold"] == 0.3 and len(about["maps"]) == len(look.panels)
+    assert about["threshold"] == 0.3 and len(about["maps"]) == len(viewer.panels)
     row = next(r for r in about["maps"] if r["from"] == "softmax head" and r["class"] == 1)
-    ex = explain(look.first, [PICTURE], "cam", branch="softmax", classes=1)
+    ex = explain(viewer.main_net, [PICTURE], "cam", branch="softmax", classes=1)
     assert row["probability"] == pytest.approx(float(ex.probability[0]), abs=1e-6)
     assert row["evidence"] == pytest.approx(float(ex.evidence[0]), abs=1e-6)
-    assert Image.open(io.BytesIO(files["overlay.png"])).width == look.base.width * len(look.panels)
+    assert Image.open(io.BytesIO(files["overlay.png"])).width == viewer.display.width * len(viewer.panels)
     assert links_html(files).count("<a ") == 3
 
 
 def test_what_is_asked_is_checked():
     net = network()
-    look = Viewer("bird", PICTURE, [net])
+    viewer = Viewer("bird", PICTURE, [net])
     with pytest.raises(DataError, match="at least one"):
-        look.ask(Request((0,), (), ("cam",)))
+        viewer.update(Request((0,), (), ("cam",)))
     with pytest.raises(DataError, match="12 at most"):
-        look.ask(Request((0, 1, 2), tuple(sources_of(net)), ("cam", "grad-cam")))
+        viewer.update(Request((0, 1, 2), tuple(sources_of(net)), ("cam", "grad-cam")))
     with pytest.raises(DataError, match="does not exist"):
-        look.ask(Request((99,), tuple(sources_of(net)), ("cam",)))
+        viewer.update(Request((99,), tuple(sources_of(net)), ("cam",)))
 
 
 def test_two_networks_are_compared_by_name_then_by_number():
@@ -165,9 +169,10 @@ def test_equal_class_names_are_told_apart_by_number():
 def test_names_cannot_write_html():
     net = network()
     net.class_names = ("<script>alert(1)</script>",) * 4
-    look = Viewer("<img src=x onerror=alert(1)>", PICTURE, [net])
-    look.ask(Request((0,), tuple(sources_of(net)), ("cam",)))
-    page = panels_html(look) + tops_html([look.top(net, "<b>")], 0) + links_html({'"><script>.npy': b""})
+    viewer = Viewer("<img src=x onerror=alert(1)>", PICTURE, [net])
+    viewer.update(Request((0,), tuple(sources_of(net)), ("cam",)))
+    page = panels_html(viewer) + top_classes_html([viewer.top_classes(net, "<b>")], 0)
+    page += links_html({'"><script>.npy': b""})
     assert "<script" not in page and "<img src=x" not in page and "&lt;script&gt;" in page
     assert boxes_html([None, (0, 0, 0.5, 1)], 0.4).startswith(
         "<style data-threshold=0.4>#panels .sc-p1 .sc-box{display:block;left:0.00%"
@@ -291,7 +296,7 @@ def test_only_the_latest_uploads_stay_on_disk(tmp_path, monkeypatch):
         ("empty.jpg", b"", "damaged"),
         ("cut.png", png_header(20, 20), "cannot read cut.png"),
         ("large.jpg", b"\xff" * (MAX_UPLOAD_BYTES + 1), "more than 20 MB"),
-        ("a.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "damaged, or no JPEG"),
+        ("a.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "damaged, or not a JPEG"),
     ],
 )
 def test_a_file_that_cannot_be_shown_gives_a_sentence_without_a_path(tmp_path, name, data, why):
@@ -307,7 +312,7 @@ def test_a_file_from_elsewhere_is_not_opened(tmp_path):
     PICTURE.save(tmp_path / "up" / "b.png")
     (tmp_path / "up" / "link.png").symlink_to(tmp_path / "a.png")
     for path in (tmp_path / "a.png", tmp_path / "up" / ".." / "a.png", tmp_path / "up" / "link.png"):
-        with pytest.raises(DataError, match="was not sent to this page"):
+        with pytest.raises(DataError, match="was not uploaded to this page"):
             open_upload(path, tmp_path / "up")
     for _ in range(2):  # two people who send the same picture share its file
         assert open_upload(tmp_path / "up" / "b.png", tmp_path / "up").size == PICTURE.size
@@ -321,13 +326,13 @@ def test_the_gallery_opens_what_is_on_it_and_nothing_else(tmp_path):
     (inside / "link.png").symlink_to(outside / "secret.png")
     gallery = Gallery(images_from_paths([inside]), inside)
     assert gallery.open(0)[0] == "a.png"
-    with pytest.raises(DataError, match="leads out of the folder"):
+    with pytest.raises(DataError, match="outside the folder"):
         gallery.open(1)
     for index in (-1, 2, "0", "../out/secret.png", None, True, 0.0):
-        with pytest.raises(DataError, match="no such picture"):
+        with pytest.raises(DataError, match="no such image"):
             gallery.open(index)
     up = Samples((Sample("up", lambda: PICTURE, path=inside / ".." / "out" / "secret.png"),), ())
-    with pytest.raises(DataError, match="leads out of the folder"):
+    with pytest.raises(DataError, match="outside the folder"):
         Gallery(up, inside).open(0)
 
 
@@ -336,11 +341,11 @@ def test_the_gallery_opens_what_is_on_it_and_nothing_else(tmp_path):
 
 def test_sessions_are_few_and_end():
     now = [0.0]
-    held = Sessions[int](most=2, idle=10, clock=lambda: now[0])
+    held = Sessions[int](max_count=2, max_idle=10, clock=lambda: now[0])
     for i in range(3):
         held.put(str(i), i)
     assert len(held) == 2 and held.get("2") == 2
-    with pytest.raises(DataError, match="choose it again"):
+    with pytest.raises(DataError, match="select the image again"):
         held.get("0")
     now[0] = 9
     assert held.get("1") == 1
@@ -372,7 +377,7 @@ def others_meanwhile(model: torch.nn.Module, busy: threading.Thread) -> int:
 def test_a_fit_is_a_new_branch_and_lets_others_at_the_model_between_chunks():
     net = network(8)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    job = FitJob.beside(net, birds(96))
+    job = FitJob.for_new_branch(net, birds(96))
     job.start()
     got = others_meanwhile(net.original, job._thread)
     assert job.error is None and job.result is not None and job.net.fitted and got > 3
@@ -381,7 +386,7 @@ def test_a_fit_is_a_new_branch_and_lets_others_at_the_model_between_chunks():
 
 
 def test_a_fit_can_be_stopped():
-    job = FitJob.beside(network(8), birds(200))
+    job = FitJob.for_new_branch(network(8), birds(200))
     job.stop()
     job.start()
     job.wait(30)
@@ -393,12 +398,12 @@ def test_score_cam_lets_others_at_the_model_between_passes():
     net = attach(Gap(4, channels=512))
     net.transform = Preprocess(64, 64)
     source = next(s for s in sources_of(net) if s.branch == "softmax")
-    look = Viewer("bird", PICTURE, [net])
+    viewer = Viewer("bird", PICTURE, [net])
     asked = Request((0, 1), (Source("s", net, source.branch),), ("score-cam",))
-    busy = threading.Thread(target=look.ask, args=(asked,))
+    busy = threading.Thread(target=viewer.update, args=(asked,))
     busy.start()
     assert others_meanwhile(net.original, busy) > 3
-    assert len(look.panels) == 2
+    assert len(viewer.panels) == 2
 
 
 def test_an_unfitted_model_falls_back_to_the_centred_head_and_says_so(tmp_path):

@@ -1,4 +1,4 @@
-"""A fit in the background, with progress, that can be stopped."""
+"""A fit in a background thread, with progress, that can be stopped."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sigcam.training.branch import FitResult, fit
 
 
 class Stopped(Exception):
-    """Somebody asked a fit to stop."""
+    """A visitor stopped the fit."""
 
 
 @dataclass
 class FitJob:
-    """A fit in a thread of its own: how far it is, and what came of it."""
+    """A fit in a thread of its own: its progress, then its result or error."""
 
     net: DualBranch
     samples: Samples
@@ -32,9 +32,9 @@ class FitJob:
     _thread: threading.Thread | None = None
 
     @staticmethod
-    def beside(net: DualBranch, samples: Samples, config: FitConfig | None = None) -> FitJob:
-        """A fit of another branch beside the same model: what is shown to others stays as it is."""
-        other = attach(
+    def for_new_branch(net: DualBranch, samples: Samples, config: FitConfig | None = None) -> FitJob:
+        """Return a job that fits another branch of the same model; `net` stays as it is."""
+        new = attach(
             net.original,
             head=net.requested["head"],
             layer=net.requested["layer"],
@@ -42,24 +42,24 @@ class FitJob:
             transform=net.transform,
             class_names=net.class_names,
         )
-        return FitJob(other, samples, config or FitConfig())
+        return FitJob(new, samples, config or FitConfig())
 
     def start(self) -> None:
-        """Begins."""
+        """Start the thread."""
         self._thread = threading.Thread(target=self._run, name="sigcam-fit", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends it at the next chance, with the branch as it was."""
+        """Stop at the next progress report and leave the branch unfitted."""
         self._stop.set()
 
     @property
     def running(self) -> bool:
-        """Whether it is under way."""
+        """Whether the thread is alive."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self, seconds: float) -> None:
-        """Returns when it ends, or after so long."""
+        """Wait until the fit ends, at most `seconds`."""
         if self._thread is not None:
             self._thread.join(seconds)
 

@@ -1,8 +1,9 @@
-"""What the page answers to each of its controls; all numbers and pictures come from `looking`."""
+"""Event handlers of the page's controls."""
 
 from __future__ import annotations
 
 import logging
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,27 +14,29 @@ from typing import Any
 import gradio as gr
 from PIL import Image
 
-from sigcam.core.errors import DataError, SigcamError
+from sigcam.core.errors import ConfigError, DataError, SigcamError
 from sigcam.data.labels import match_classes
 from sigcam.data.sample import Samples
 from sigcam.network.dual import DualBranch
 from sigcam.ui.fit_job import FitJob, Stopped
-from sigcam.ui.html import boxes_html, links_html, panels_html, progress_html, tops_html
-from sigcam.ui.security import open_upload
-from sigcam.ui.sessions import Gallery, Sessions
-from sigcam.ui.sources import Request, Source, sources_of
+from sigcam.ui.html import boxes_html, links_html, panels_html, progress_html, top_classes_html
+from sigcam.ui.images import Gallery, open_upload
+from sigcam.ui.panel import Request
+from sigcam.ui.sessions import Sessions
+from sigcam.ui.sources import Source, sources_of
 from sigcam.ui.viewer import Viewer, disagreements
 
 log = logging.getLogger("sigcam")
-THRESHOLD = 0.4  # at first: unit maps of the clamped branch seldom reach zero
-PAGE_SIZE = 24  # thumbnails at a time
-LARGEST_BRANCH = 20 * 2**20  # that is handed over as a link
-AT_ONCE = 8  # pictures in a batch of the data-set view
+THRESHOLD = 0.4  # unit maps of the clamped branch seldom reach zero
+PAGE_SIZE = 24  # thumbnails
+SORT_BATCH = 8  # images
+MAX_CACHED_THUMBNAILS = 2000
+MAX_BRANCH_BYTES = 20 * 2**20  # of a branch that is offered as a link
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """Whatever goes wrong inside is said on the page in a sentence; what nobody foresaw is in the log."""
+def show_errors() -> Iterator[None]:
+    """Show errors on the page: ours as they are, unexpected ones as a reference to the log."""
     try:
         yield
     except SigcamError as error:
@@ -41,13 +44,27 @@ def told() -> Iterator[None]:
     except gr.Error:
         raise
     except Exception as error:
-        log.exception("the page could not answer")
-        said = "That did not work, for a reason that is in the server's log."
-        raise gr.Error(said, print_exception=False) from error
+        log.exception("the page failed to answer a request")
+        raise gr.Error("Unexpected error: see the server's log.", print_exception=False) from error
+
+
+def _session_id(request: gr.Request) -> str:
+    """Identify a visitor's browser tab."""
+    return f"{request.username or ''}:{request.session_hash}"
 
 
 class Page:
-    """What all visitors share: networks, pictures to choose from, a fit; and what each of them looks at."""
+    """Event handlers, with the state that visitors share and the state of each visitor.
+
+    Handlers take `*controls`: the values of sources, methods, colours, shared scale, threshold and delta.
+
+    Args:
+        nets: networks by name.
+        uploads: folder of uploaded files.
+        notice: text above the page.
+        first: branch of the first network that is selected when the page opens; None for the recommended one.
+        training: opens the data to fit a branch on.
+    """
 
     def __init__(
         self,
@@ -63,239 +80,206 @@ class Page:
         self.notice, self.training = notice, training
         self.net = next(iter(nets.values()))
         several = len(nets) > 1
-        found = [s for name, net in nets.items() for s in sources_of(net, f"{name}: " if several else "")]
-        self.sources = {source.name: source for source in found}
-        heads = [[s for s in found if s.net is net] for net in nets.values()]
-        best = next((s for s in heads[0] if s.branch == first), heads[0][0])
-        beside = heads[1][0] if several else next(s for s in heads[0] if s.branch == "softmax")
-        self.chosen = list(dict.fromkeys((best.name, beside.name)))  # ticked at first
-        self.looks: Sessions[Viewer] = Sessions()
-        self.orders: Sessions[list[int]] = Sessions()
-        self.stops: Sessions[threading.Event] = Sessions()
-        self.job: FitJob | None = None
-        self._thumbs: dict[int, Image.Image] = {}
-        self._guard = threading.Lock()
+        per_net = [sources_of(net, f"{name}: " if several else "") for name, net in nets.items()]
+        self.sources = {source.name: source for sources in per_net for source in sources}
+        best = next((s for s in per_net[0] if s.branch == first), per_net[0][0])
+        other = per_net[1][0] if several else next(s for s in per_net[0] if s.branch == "softmax")
+        self.default_sources = list(dict.fromkeys((best.name, other.name)))
+        self.viewers: Sessions[Viewer] = Sessions()
+        self.rankings: Sessions[list[int]] = Sessions()
+        self.sort_stops: Sessions[threading.Event] = Sessions()
+        self.fit_job: FitJob | None = None
+        self._fit_lock = threading.Lock()
+        self._thumbnails: dict[int, Image.Image] = {}
 
-    # ------------------------------------------------------------------------------------ one picture
+    # -------------------------------------------------------------------------------------- one image
 
-    def key(self, request: gr.Request) -> str:
-        """Whose browser tab it is."""
-        return f"{request.username or ''}:{request.session_hash}"
+    def load(self, request: gr.Request) -> list[Any]:
+        """Show the first readable image, and all heads, including those fitted since the start."""
+        with show_errors():
+            name, image = self._first_image()
+            outputs = self._view(
+                request, name, image, self.default_sources, ["grad-cam"], "evidence", True, THRESHOLD, 0.0
+            )
+            return [*outputs, gr.update(choices=list(self.sources), value=self.default_sources)]
 
-    def _look(
-        self, request: gr.Request, name: str, picture: Image.Image, controls: tuple[Any, ...]
-    ) -> list[Any]:
-        """A new picture: its likely class, drawn as the controls say."""
-        sources, methods, kind, shared, threshold, delta = controls
-        look = Viewer(name, picture, list(dict.fromkeys(s.net for s in self.sources.values())))
-        look.threshold, look.delta = float(threshold), float(delta)
-        likely = look.likely(self.net)
-        look.ask(self._asked([likely], sources, methods, kind, shared))
-        self.looks.put(self.key(request), look)
-        return [*self._shown(look), [likely]]
-
-    def _asked(self, classes: Any, sources: Any, methods: Any, kind: str, shared: bool) -> Request:
-        known = tuple(self.sources[name] for name in sources or () if name in self.sources)
-        view: Any = "signed" if kind == "signed" else "evidence"
-        return Request(tuple(int(k) for k in classes or ()), known, tuple(methods or ()), view, bool(shared))
-
-    def _shown(self, look: Viewer) -> list[Any]:
-        """Panels, boxes, table, and no links."""
-        return [panels_html(look), self._boxes(look), self._tops(look), ""]
-
-    def _boxes(self, look: Viewer) -> str:
-        return boxes_html(look.boxes(), look.threshold)
-
-    def _tops(self, look: Viewer) -> str:
-        fitted = {s.net: s.name.partition(":")[0] for s in self.sources.values()}
-        nets = {net: name for name, net in self.nets.items()}
-        titles = {net: nets.get(net) or fitted[net] for net in fitted}
-        return tops_html([look.top(net, title) for net, title in titles.items()], look.delta)
-
-    def start(self, request: gr.Request) -> list[Any]:
-        """What is there before anybody has clicked: the first picture; and heads fitted since the start."""
-        with told():
-            controls = (self.chosen, ["grad-cam"], "evidence", True, THRESHOLD, 0.0)
-            shown = self._look(request, *self._first_picture(), controls)
-            return [*shown, gr.update(choices=list(self.sources), value=self.chosen)]
-
-    def _first_picture(self) -> tuple[str, Image.Image]:
-        """The first picture that can be read."""
+    def _first_image(self) -> tuple[str, Image.Image]:
         for index in range(len(self.gallery) - 1):
             with suppress(DataError):
                 return self.gallery.open(index)
         return self.gallery.open(len(self.gallery) - 1)
 
-    def upload(
-        self,
-        path: str | None,
-        heads: Any,
-        methods: Any,
-        kind: Any,
-        shared: Any,
-        threshold: Any,
-        delta: Any,
-        request: gr.Request,
-    ) -> list[Any]:
-        """A picture that somebody sent."""
-        with told():
+    def upload(self, request: gr.Request, path: str | None, *controls: Any) -> list[Any]:
+        """Show an uploaded image."""
+        with show_errors():
             if not path:
-                raise DataError("no picture arrived: try again.")
-            file = Path(path)
+                raise DataError("no image arrived: try again.")
             try:
-                picture = open_upload(file, self.uploads)
+                image = open_upload(Path(path), self.uploads)
             except DataError as error:  # a warning, since after an error the bad file would stay in its place
-                gr.Warning(escape(str(error)), title="That file cannot be shown")
+                gr.Warning(escape(str(error)), title="This file cannot be shown")
                 return [gr.skip()] * 5 + [None]
-            controls = (heads, methods, kind, shared, threshold, delta)
-            return [*self._look(request, file.name, picture, controls), None]
+            return [*self._view(request, Path(path).name, image, *controls), None]
 
-    def pick(
-        self,
-        at: Any,
-        heads: Any,
-        methods: Any,
-        kind: Any,
-        shared: Any,
-        threshold: Any,
-        delta: Any,
-        request: gr.Request,
-        event: gr.SelectData,
-    ) -> list[Any]:
-        """The thumbnail that was clicked, by its number on this page of the gallery."""
-        with told():
-            controls = (heads, methods, kind, shared, threshold, delta)
-            return self._look(request, *self.gallery.open(self._number(at, event)), controls)
-
-    def _number(self, at: Any, event: gr.SelectData) -> int:
-        index = event.index
-        if not isinstance(index, int) or not 0 <= index < PAGE_SIZE:
-            raise DataError("there is no such picture: choose one of those shown.")
-        return (int(at or 1) - 1) * PAGE_SIZE + index
-
-    def thumbs(self, at: Any = 1) -> list[tuple[Image.Image, str]]:
-        """A page of the gallery."""
-        with told():
-            start = (int(at or 1) - 1) * PAGE_SIZE
-            return [self.thumb(i) for i in range(start, min(start + PAGE_SIZE, len(self.gallery)))]
-
-    def thumb(self, index: int, caption: str = "") -> tuple[Image.Image, str]:
-        """A small copy of a picture, and its name; grey where it cannot be read."""
-        if index not in self._thumbs:
-            try:
-                small = self.gallery.open(index)[1]
-                small.thumbnail((128, 128))
-            except (SigcamError, OSError):
-                small = Image.new("RGB", (128, 128), "#888888")
-            if len(self._thumbs) > 2000:
-                self._thumbs.clear()
-            self._thumbs[index] = small
-        return self._thumbs[index], caption or self.gallery.sample(index).id
+    def select(self, request: gr.Request, event: gr.SelectData, page: Any, *controls: Any) -> list[Any]:
+        """Show the image whose thumbnail was clicked."""
+        with show_errors():
+            index = self._clicked(event, PAGE_SIZE) + (int(page or 1) - 1) * PAGE_SIZE
+            return self._view(request, *self.gallery.open(index), *controls)
 
     def redraw(
-        self, classes: Any, sources: Any, methods: Any, kind: str, shared: bool, request: gr.Request
+        self, request: gr.Request, classes: Any, sources: Any, methods: Any, colours: Any, shared_scale: Any
     ) -> list[Any]:
-        """Other classes, heads, methods or colours of the same picture."""
-        with told():
-            look = self.looks.get(self.key(request))
-            look.ask(self._asked(classes, sources, methods, kind, shared))
-            return self._shown(look)
+        """Show other maps of the same image."""
+        with show_errors():
+            viewer = self.viewers.get(_session_id(request))
+            viewer.update(self._map_request(classes, sources, methods, colours, shared_scale))
+            return self._outputs(viewer)
 
-    def move_box(self, threshold: float, request: gr.Request) -> str:
-        """The boxes at another threshold."""
-        with told():
-            look = self.looks.get(self.key(request))
-            look.threshold = min(max(float(threshold), 0.0), 1.0)
-            return self._boxes(look)
+    def set_threshold(self, request: gr.Request, threshold: float) -> str:
+        """Show the boxes at another threshold."""
+        with show_errors():
+            viewer = self.viewers.get(_session_id(request))
+            viewer.threshold = min(max(float(threshold), 0.0), 1.0)
+            return boxes_html(viewer.boxes(), viewer.threshold)
 
-    def move_head(self, delta: float, request: gr.Request) -> list[str]:
-        """The maps of a softmax head that is shifted."""
-        with told():
-            look = self.looks.get(self.key(request))
-            look.shift(min(max(float(delta), -5.0), 5.0))
-            return [panels_html(look), self._boxes(look), self._tops(look)]
+    def set_delta(self, request: gr.Request, delta: float) -> list[str]:
+        """Show the maps of a shifted softmax head."""
+        with show_errors():
+            viewer = self.viewers.get(_session_id(request))
+            viewer.shift(min(max(float(delta), -5.0), 5.0))
+            return self._outputs(viewer)[:3]
 
-    def links(self, request: gr.Request) -> str:
-        """What is shown, as files."""
-        with told():
-            return links_html(self.looks.get(self.key(request)).files())
+    def download(self, request: gr.Request) -> str:
+        """Show links to files of what is shown."""
+        with show_errors():
+            return links_html(self.viewers.get(_session_id(request)).files())
 
-    # ---------------------------------------------------------------------------------- many pictures
+    def thumbnails(self, page: Any = 1) -> list[tuple[Image.Image, str]]:
+        """Return one page of the gallery."""
+        with show_errors():
+            start = (int(page or 1) - 1) * PAGE_SIZE
+            return [self._thumbnail(i) for i in range(start, min(start + PAGE_SIZE, len(self.gallery)))]
 
-    def sort(self, first: str, second: str, most: float, request: gr.Request) -> Iterator[list[Any]]:
-        """The gallery's pictures, those whose two maps have least in common first."""
-        with told():
-            pair = [self.sources[name] for name in (first, second) if name in self.sources]
-            if len(pair) < 2 or pair[0] == pair[1]:
-                raise DataError("choose two different heads to compare.")
-            stop = threading.Event()
-            self.stops.put(self.key(request), stop)
-            count, found, unread = min(int(most), len(self.gallery)), list[tuple[float, int]](), 0
-            for start in range(0, count, AT_ONCE):
-                opened = list[tuple[int, Image.Image]]()
-                for i in range(start, min(start + AT_ONCE, count)):
-                    try:
-                        opened.append((i, self.gallery.open(i)[1]))
-                    except (SigcamError, OSError):
-                        unread += 1
-                if opened:
-                    scores = disagreements(pair[0], pair[1], [picture for _, picture in opened])
-                    found += [(score, i) for score, (i, _) in zip(scores, opened, strict=True)]
-                found.sort(reverse=True)
-                done = min(start + AT_ONCE, count)
-                said = f"{done} of {count} pictures" + (f", {unread} of them unreadable" if unread else "")
-                self.orders.put(self.key(request), [i for _, i in found])
-                ended = stop.is_set() or done == count
-                yield [progress_html(said + (": done" if ended else ""), done, count), self._ranked(found)]
-                if ended:
-                    return
+    def _thumbnail(self, index: int, caption: str = "") -> tuple[Image.Image, str]:
+        """Return a small copy of an image and its caption; grey if it cannot be read."""
+        if index not in self._thumbnails:
+            try:
+                thumbnail = self.gallery.open(index)[1]
+                thumbnail.thumbnail((128, 128))
+            except (SigcamError, OSError):
+                thumbnail = Image.new("RGB", (128, 128), "#888888")
+            if len(self._thumbnails) > MAX_CACHED_THUMBNAILS:
+                self._thumbnails.clear()
+            self._thumbnails[index] = thumbnail
+        return self._thumbnails[index], caption or self.gallery.sample(index).id
 
-    def _ranked(self, found: list[tuple[float, int]]) -> list[tuple[Image.Image, str]]:
-        return [self.thumb(i, f"{score:.3f} {self.gallery.sample(i).id}") for score, i in found[:PAGE_SIZE]]
+    def _clicked(self, event: gr.SelectData, count: int) -> int:
+        index = event.index
+        if not isinstance(index, int) or not 0 <= index < count:
+            raise DataError("no such image: choose one of those shown.")
+        return index
 
-    def stop_sort(self, request: gr.Request) -> None:
-        """Ends it after the batch in flight."""
-        with told():
-            self.stops.get(self.key(request)).set()
-
-    def pick_ranked(
+    def _view(
         self,
-        heads: Any,
+        request: gr.Request,
+        name: str,
+        image: Image.Image,
+        sources: Any,
         methods: Any,
-        kind: Any,
-        shared: Any,
+        colours: Any,
+        shared_scale: Any,
         threshold: Any,
         delta: Any,
-        request: gr.Request,
-        event: gr.SelectData,
     ) -> list[Any]:
-        """A picture of the sorted view, opened beside its controls."""
-        with told():
-            controls = (heads, methods, kind, shared, threshold, delta)
-            order, index = self.orders.get(self.key(request)), event.index
-            if not isinstance(index, int) or not 0 <= index < len(order):
-                raise DataError("there is no such picture: choose one of those shown.")
-            shown = self._look(request, *self.gallery.open(order[index]), controls)
-            return [*shown, gr.Tabs(selected="look")]
+        """Start to view an image; return the outputs and the selected class."""
+        viewer = Viewer(name, image, list(dict.fromkeys(s.net for s in self.sources.values())))
+        viewer.threshold, viewer.delta = float(threshold), float(delta)
+        predicted = viewer.predicted_class(self.net)
+        viewer.update(self._map_request([predicted], sources, methods, colours, shared_scale))
+        self.viewers.put(_session_id(request), viewer)
+        return [*self._outputs(viewer), [predicted]]
+
+    def _map_request(
+        self, classes: Any, sources: Any, methods: Any, colours: Any, shared_scale: Any
+    ) -> Request:
+        return Request(
+            tuple(int(k) for k in classes or ()),
+            tuple(self.sources[name] for name in sources or () if name in self.sources),
+            tuple(methods or ()),
+            "signed" if colours == "signed" else "evidence",
+            bool(shared_scale),
+        )
+
+    def _outputs(self, viewer: Viewer) -> list[Any]:
+        """Return panels, boxes and top classes, and clear the links."""
+        names = {net: name for name, net in self.nets.items()}
+        titles = {s.net: names.get(s.net) or s.name.partition(":")[0] for s in self.sources.values()}
+        tables = [viewer.top_classes(net, title) for net, title in titles.items()]
+        boxes = boxes_html(viewer.boxes(), viewer.threshold)
+        return [panels_html(viewer), boxes, top_classes_html(tables, viewer.delta), ""]
+
+    # ------------------------------------------------------------------------------------- the folder
+
+    def sort(self, request: gr.Request, first: str, second: str, limit: float) -> Iterator[list[Any]]:
+        """Rank the gallery's images by the disagreement of two heads' maps, batch by batch."""
+        with show_errors():
+            pair = [self.sources[name] for name in (first, second) if name in self.sources]
+            if len(pair) < 2 or pair[0] == pair[1]:
+                raise ConfigError("choose two different heads to compare.")
+            stop = threading.Event()
+            self.sort_stops.put(_session_id(request), stop)
+            count, ranking, unreadable = min(int(limit), len(self.gallery)), list[tuple[float, int]](), 0
+            for start in range(0, count, SORT_BATCH):
+                done = min(start + SORT_BATCH, count)
+                images = dict[int, Image.Image]()
+                for index in range(start, done):
+                    try:
+                        images[index] = self.gallery.open(index)[1]
+                    except (SigcamError, OSError):
+                        unreadable += 1
+                if images:
+                    scores = disagreements(pair[0], pair[1], list(images.values()))
+                    ranking += zip(scores, images, strict=True)
+                ranking.sort(reverse=True)
+                self.rankings.put(_session_id(request), [index for _, index in ranking])
+                finished = stop.is_set() or done == count
+                message = f"{done} of {count} images" + (f", {unreadable} unreadable" if unreadable else "")
+                thumbnails = [
+                    self._thumbnail(index, f"{score:.3f} {self.gallery.sample(index).id}")
+                    for score, index in ranking[:PAGE_SIZE]
+                ]
+                yield [progress_html(message + (": done" if finished else ""), done, count), thumbnails]
+                if finished:
+                    return
+
+    def stop_sort(self, request: gr.Request) -> None:
+        """Stop sorting after the current batch."""
+        with show_errors():
+            self.sort_stops.get(_session_id(request)).set()
+
+    def select_ranked(self, request: gr.Request, event: gr.SelectData, *controls: Any) -> list[Any]:
+        """Show an image of the sorted folder, in the first tab."""
+        with show_errors():
+            ranking = self.rankings.get(_session_id(request))
+            index = ranking[self._clicked(event, len(ranking))]
+            return [*self._view(request, *self.gallery.open(index), *controls), gr.Tabs(selected="view")]
 
     # ------------------------------------------------------------------------------------------ a fit
 
     def fit(self) -> Iterator[list[Any]]:
-        """A branch fitted on the folder, beside the others: how far it is, then how good."""
-        with told():
-            with self._guard:
-                if self.job and self.job.running:
-                    raise DataError("a fit is under way: wait for it, or stop it first.")
+        """Fit a new branch on the folder: show the progress, then the quality, a link and the new head."""
+        with show_errors():
+            with self._fit_lock:
+                if self.fit_job and self.fit_job.running:
+                    raise DataError("a fit is already running: wait for it or stop it first.")
                 assert self.training is not None
                 samples = match_classes(self.training(), self.net.classes, self.net.class_names)
-                self.job = job = FitJob.beside(self.net, samples)
+                self.fit_job = job = FitJob.for_new_branch(self.net, samples)
                 job.start()
             while job.running:
-                yield [
-                    progress_html(f"{job.stage}: {job.done} of {job.total}", job.done, job.total),
-                    "",
-                    gr.skip(),
-                ]
+                message = f"{job.stage}: {job.done} of {job.total}"
+                yield [progress_html(message, job.done, job.total), "", gr.skip()]
                 job.wait(0.25)
             if isinstance(job.error, Stopped):
                 yield [progress_html("stopped; nothing has changed"), "", gr.skip()]
@@ -309,31 +293,26 @@ class Page:
         source = Source("fitted here: sigmoid branch", job.net, "sigmoid")
         self.sources[source.name] = source
         quality, seconds = job.result.quality, sum(job.result.seconds.values())
-        said = f"done in {seconds:.1f} s on {job.result.images} images"
+        message = f"done in {seconds:.1f} s on {job.result.images} images"
         if quality:
-            said += f"; held-out mean average precision {quality.mean_average_precision:.3f}"
-        said += ". It is among the heads now, until the page is stopped."
-        return [progress_html(said), self._branch_link(job.net), gr.update(choices=list(self.sources))]
+            message += f"; held-out mean average precision {quality.mean_average_precision:.3f}"
+        message += ". The branch is listed under “Maps from” until the page is stopped."
+        return [progress_html(message), self._branch_link(job.net), gr.update(choices=list(self.sources))]
 
     def _branch_link(self, net: DualBranch) -> str:
-        import tempfile
-
-        size = sum(t.numel() * t.element_size() for t in net.state_dict().values())
-        if size > LARGEST_BRANCH:
-            return progress_html(
-                "The branch is too large to hand over here: make the file with `sigcam fit`."
-            )
+        if sum(t.numel() * t.element_size() for t in net.state_dict().values()) > MAX_BRANCH_BYTES:
+            return progress_html("The branch is too large to download here: use `sigcam fit` instead.")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "branch.safetensors"
             net.save(path)
             return links_html({path.name: path.read_bytes()})
 
     def stop_fit(self) -> None:
-        """Ends the fit at its next step."""
-        if self.job:
-            self.job.stop()
+        """Stop the fit at its next step."""
+        if self.fit_job:
+            self.fit_job.stop()
 
     def leave(self, request: gr.Request) -> None:
-        """The tab was closed: nothing of it is kept."""
-        for held in (self.looks, self.orders, self.stops):
-            held.drop(self.key(request))
+        """Drop the state of a closed tab."""
+        for sessions in (self.viewers, self.rankings, self.sort_stops):
+            sessions.drop(_session_id(request))

@@ -1,4 +1,4 @@
-"""Pieces of the page as HTML: panels, boxes, legend, classes, progress, links to files; text is escaped."""
+"""HTML of the page: panels, boxes, legend, classes, progress and download links, with text escaped."""
 
 from __future__ import annotations
 
@@ -7,55 +7,63 @@ from collections.abc import Sequence
 from html import escape
 
 from sigcam.drawing.overlay import gradient
-from sigcam.ui.sources import Top
-from sigcam.ui.viewer import Viewer
+from sigcam.ui.panel import Panel, TopClasses
+from sigcam.ui.viewer import RelativeBox, Viewer
 
-Boxes = Sequence[tuple[float, float, float, float] | None]
-KINDS = {"npy": "application/octet-stream", "png": "image/png", "json": "application/json"}
-
-
-def panels_html(look: Viewer) -> str:
-    """The picture and its maps side by side, under the scale that they share."""
-    ratio = f"{look.base.width} / {look.base.height}"
-    cells = [
-        f'<figure class="sc-panel"><div class="sc-frame" style="aspect-ratio:{ratio}">'
-        f'<img src="{look.base_uri}" decoding="sync" alt="the picture"></div>'
-        f"<figcaption><b>{escape(look.name)}</b><br>{look.size[0]} x {look.size[1]} pixels</figcaption>"
-        "</figure>"
-    ]
-    peaks = {panel.peak for panel in look.panels if panel.in_logits}
-    for number, panel in enumerate(look.panels):
-        what = f"{panel.class_name}: {panel.source.name}, {panel.method}"
-        unit = "logits" if panel.in_logits else "in its own unit"
-        own = not panel.in_logits or len(peaks) > 1
-        lines = [f"<b>{escape(panel.class_name)}</b>", f"{escape(panel.source.name)}, {escape(panel.method)}"]
-        lines.append(f"logit {panel.logit:+.3f}; {panel.share:.0%} of its evidence is positive")
-        lines += [f"full colour: {panel.peak:.3g} {unit}"] if own else []
-        lines += [f'<span class="sc-blank">{escape(panel.note)}</span>'] if panel.note else []
-        cells.append(
-            f'<figure class="sc-panel sc-p{number}"><div class="sc-frame" style="aspect-ratio:{ratio}">'
-            f'<img src="{panel.uri}" decoding="sync" alt="map of {escape(what)}"><i class="sc-box"></i></div>'
-            f"<figcaption>{'<br>'.join(lines)}</figcaption></figure>"
-        )
-    legend = panel_legend_html(look.kind, peaks.pop()) if len(peaks) == 1 else ""
-    return f'<div class="sc-grid">{"".join(cells)}</div>{legend}'
+MEDIA_TYPES = {"png": "image/png", "json": "application/json"}
 
 
-def panel_legend_html(kind: str, peak: float) -> str:
-    """The colours of the scale that all maps in logits share."""
-    signed = kind == "signed"
-    ends = (f"-{peak:.3g}", "0", f"+{peak:.3g}") if signed else ("0", f"{peak:.3g}")
-    said = "against the class, for it" if signed else "evidence for the class"
-    marks = "".join(f"<span>{end}</span>" for end in ends)
+def panels_html(viewer: Viewer) -> str:
+    """Render the image and its maps side by side, with a legend if they share a scale."""
+    width, height = viewer.image_size
+    caption = f"<b>{escape(viewer.name)}</b><br>{width} x {height} pixels"
+    figures = [_figure_html(viewer, "", viewer.display_uri, "the image", caption)]
+    scales = {panel.scale_max for panel in viewer.panels if panel.in_logits}
+    for number, panel in enumerate(viewer.panels):
+        alt = f"map of {panel.class_name}: {panel.source.name}, {panel.method}"
+        caption = _caption_html(panel, own_scale=not panel.in_logits or len(scales) > 1)
+        figures.append(_figure_html(viewer, f"sc-p{number}", panel.image_uri, alt, caption))
+    legend = panel_legend_html(viewer.colours, scales.pop()) if len(scales) == 1 else ""
+    return f'<div class="sc-grid">{"".join(figures)}</div>{legend}'
+
+
+def _figure_html(viewer: Viewer, panel_class: str, uri: str, alt: str, caption: str) -> str:
+    ratio = f"{viewer.display.width} / {viewer.display.height}"
+    box = '<i class="sc-box"></i>' if panel_class else ""
     return (
-        '<div class="sc-legend">'
-        f'<div class="sc-bar" style="background:{gradient(signed=signed)}"></div>'
-        f'<div class="sc-ends">{marks}</div><div>logits per cell, {said}; one scale for all maps</div></div>'
+        f'<figure class="sc-panel {panel_class}"><div class="sc-frame" style="aspect-ratio:{ratio}">'
+        f'<img src="{uri}" decoding="sync" alt="{escape(alt)}">{box}</div>'
+        f"<figcaption>{caption}</figcaption></figure>"
     )
 
 
-def boxes_html(boxes: Boxes, threshold: float) -> str:
-    """Where the panels' boxes are: a style sheet, so that a moving box needs no picture sent again."""
+def _caption_html(panel: Panel, own_scale: bool) -> str:
+    unit = "logits" if panel.in_logits else "in the method's own unit"
+    lines = [
+        f"<b>{escape(panel.class_name)}</b>",
+        f"{escape(panel.source.name)}, {escape(panel.method)}",
+        f"logit {panel.logit:+.3f}; {panel.positive_share:.0%} of the evidence is positive",
+    ]
+    lines += [f"full colour: {panel.scale_max:.3g} {unit}"] if own_scale else []
+    lines += [f'<span class="sc-blank">{escape(panel.note)}</span>'] if panel.note else []
+    return "<br>".join(lines)
+
+
+def panel_legend_html(colours: str, scale_max: float) -> str:
+    """Render the colour bar of the scale that all maps in logits share."""
+    signed = colours == "signed"
+    ticks = (f"-{scale_max:.3g}", "0", f"+{scale_max:.3g}") if signed else ("0", f"{scale_max:.3g}")
+    meaning = "negative is against the class, positive for it" if signed else "evidence for the class"
+    return (
+        '<div class="sc-legend">'
+        f'<div class="sc-bar" style="background:{gradient(signed=signed)}"></div>'
+        f'<div class="sc-ends">{"".join(f"<span>{tick}</span>" for tick in ticks)}</div>'
+        f"<div>logits per cell: {meaning}; one scale for all maps</div></div>"
+    )
+
+
+def boxes_html(boxes: Sequence[RelativeBox | None], threshold: float) -> str:
+    """Render the panels' boxes as a style sheet, so that a box moves without sending an image again."""
     rules = []
     for number, box in enumerate(boxes):
         if box is not None:
@@ -65,27 +73,23 @@ def boxes_html(boxes: Boxes, threshold: float) -> str:
     return f"<style data-threshold={threshold:g}>{''.join(rules)}</style>"
 
 
-def tops_html(tops: Sequence[Top], delta: float) -> str:
-    """The likely classes by each network: softmax probability and sigmoid evidence side by side."""
+def top_classes_html(tables: Sequence[TopClasses], delta: float) -> str:
+    """Render each network's most probable classes with softmax probability and sigmoid evidence."""
     parts = []
-    for top in tops:
+    for table in tables:
         rows = "".join(
             f"<tr><th scope=row>{escape(name)}</th><td>{_bar(probability, 6)}</td>"
             f"<td>{'not fitted' if evidence is None else _bar(evidence, 3)}</td></tr>"
-            for name, probability, evidence in top.rows
+            for name, probability, evidence in table.rows
         )
         parts.append(
-            f'<table class="sc-top"><caption>{escape(top.title)}</caption>'
+            f'<table class="sc-top"><caption>{escape(table.title)}</caption>'
             "<thead><tr><th scope=col>likely class</th>"
-            f"<th scope=col>softmax probability</th><th scope=col>sigmoid evidence</th></tr></thead>"
+            "<th scope=col>softmax probability</th><th scope=col>sigmoid evidence</th></tr></thead>"
             f"<tbody>{rows}</tbody></table>"
         )
-    moved = (
-        ""
-        if not delta
-        else "<p>The head is shifted: its probabilities above are computed anew, and stand still.</p>"
-    )
-    return f'<div class="sc-tops">{"".join(parts)}</div>{moved}'
+    note = "<p>The probabilities above are recomputed with the shifted head: they do not change.</p>"
+    return f'<div class="sc-tops">{"".join(parts)}</div>{note if delta else ""}'
 
 
 def _bar(share: float, digits: int) -> str:
@@ -93,20 +97,18 @@ def _bar(share: float, digits: int) -> str:
     return f'{number}<span class="sc-meter" style="--share:{share:.4f}"></span>'
 
 
-def progress_html(said: str, done: int = 0, total: int = 0) -> str:
-    """A bar, read aloud as it moves."""
+def progress_html(message: str, done: int = 0, total: int = 0) -> str:
+    """Render a message, with a progress bar if `total` is known; screen readers announce changes."""
     bar = f'<progress value="{done}" max="{total}"></progress>' if total else ""
-    return f'<div class="sc-progress" role="status">{bar}<span>{escape(said)}</span></div>'
+    return f'<div class="sc-progress" role="status">{bar}<span>{escape(message)}</span></div>'
 
 
 def links_html(files: dict[str, bytes]) -> str:
-    """Links that hold their files themselves."""
+    """Render download links that contain their files as data URIs."""
     links = []
     for name, data in files.items():
-        kind = KINDS.get(name.rpartition(".")[2], "application/octet-stream")
-        source = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        media_type = MEDIA_TYPES.get(name.rpartition(".")[2], "application/octet-stream")
+        uri = f"data:{media_type};base64,{base64.b64encode(data).decode()}"
         size = f"{len(data) / 1e6:.1f} MB" if len(data) >= 1e6 else f"{max(1, len(data) // 1000)} kB"
-        links.append(
-            f'<a class="sc-link" download="{escape(name)}" href="{source}">{escape(name)} ({size})</a>'
-        )
+        links.append(f'<a class="sc-link" download="{escape(name)}" href="{uri}">{escape(name)} ({size})</a>')
     return f'<div class="sc-links">{"".join(links)}</div>'

@@ -11,8 +11,8 @@ from sigcam.data.registry import open_dataset
 from sigcam.data.sample import Samples
 from sigcam.network.dual import DualBranch
 from sigcam.network.opening import has_shipped_branch, open_network
+from sigcam.ui.images import Gallery
 from sigcam.ui.serve import UiOptions
-from sigcam.ui.sessions import Gallery
 
 EXAMPLES = (42, 86, 58, 64, 73, 90)  # birds of the test split that the embedded classifier localizes
 SYNTHETIC_NOTICE = (

@@ -1,0 +1,82 @@
+"""Images that visitors can open: uploads and a gallery, checked before they are decoded."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from sigcam.core.errors import DataError
+from sigcam.data.images import open_image
+from sigcam.data.sample import Sample, Samples
+from sigcam.ui.security import MAX_UPLOAD_BYTES
+
+MAX_PIXELS = 50_000_000
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow starts programs for some others
+
+
+def open_upload(path: Path, uploads: Path) -> Image.Image:
+    """Open an image in the folder `uploads`; DataError if it lies elsewhere, is too large or not an image.
+
+    The file is kept: visitors who upload the same image share it.
+    """
+    name = path.name
+    if not path.resolve().is_relative_to(uploads.resolve()):
+        raise DataError(f"{name} was not uploaded to this page, so it is not opened.")
+    try:
+        if path.stat().st_size > MAX_UPLOAD_BYTES:
+            raise DataError(f"{name} has more than {MAX_UPLOAD_BYTES >> 20} MB: make it smaller first.")
+        check_image_header(path, name)
+        return open_image(path)
+    except OSError as error:
+        raise DataError(f"cannot read {name}: {error.strerror or 'it is not an image'}.") from error
+    except DataError as error:
+        raise DataError(str(error).replace(str(path), name)) from error
+
+
+def check_image_header(path: Path, name: str) -> None:
+    """Raise DataError if the header names too many pixels or an unsupported format."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # MAX_PIXELS is below Pillow's own limit
+            with Image.open(path, formats=FORMATS) as image:
+                width, height = image.size
+    except Image.DecompressionBombError:
+        width = height = MAX_PIXELS
+    except Exception as error:  # decoders raise nearly everything
+        formats = "JPEG, PNG, WebP, GIF, BMP or TIFF"
+        raise DataError(f"cannot read {name}: it is damaged, or not a {formats} image.") from error
+    if width * height > MAX_PIXELS:
+        raise DataError(f"{name} has more than {MAX_PIXELS // 1_000_000} megapixels: make it smaller first.")
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Images that a visitor chooses by index; none outside the folder `root` is opened."""
+
+    samples: Samples
+    root: Path | None = None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def sample(self, index: object) -> Sample:
+        """Return the sample at `index`; DataError for anything else that a browser may send."""
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(self.samples):
+            raise DataError(f"no such image: choose one of the {len(self.samples)} shown.")
+        return self.samples[index]
+
+    def open(self, index: object) -> tuple[str, Image.Image]:
+        """Return the name of the image at `index`, and the image."""
+        sample = self.sample(index)
+        if sample.path is None:
+            return sample.id, sample.open()
+        if self.root is not None and not sample.path.resolve().is_relative_to(self.root.resolve()):
+            raise DataError(f"{sample.id} links to a file outside the folder, so it is not opened.")
+        check_image_header(sample.path, sample.id)
+        try:
+            return sample.id, sample.open()
+        except DataError as error:
+            raise DataError(str(error).replace(str(sample.path), sample.id)) from error
