@@ -1,10 +1,10 @@
-"""explain: from images to evidence maps (Eq. 4, 6)."""
+"""explain: evidence maps of images (Eq. 4, 6)."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
@@ -12,27 +12,27 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sigcam.core.errors import DataError
+from sigcam.core.errors import ConfigError
 from sigcam.core.types import GridSize
 from sigcam.methods.explanation import Explanation
-from sigcam.methods.inputs import Classes, Picture, Scores, as_batch, choose_classes
+from sigcam.methods.inputs import Classes, ImageSource, Scores, as_batch, choose_classes
 from sigcam.methods.map_config import MapConfig, MapSize, Scale
 from sigcam.methods.postprocess import fuse_layers, unit_range
 from sigcam.methods.raw_maps import RawMaps, draw_raw_maps
-from sigcam.methods.targets import Branch, Target, TargetName
+from sigcam.methods.targets import Branch, Target, TargetName, head_of
 from sigcam.network.dilate import dilated
 from sigcam.network.dual import DualBranch, ForwardPass
 from sigcam.network.layout import FeaturePoint
 from sigcam.network.zoom import zoomed
 
 log = logging.getLogger("sigcam")
-FACTORS = (0.9, 1.0, 1.1)  # of aug_smooth
-MOST_NOTES = 5
+BRIGHTNESS = (0.9, 1.0, 1.1)  # factors of aug_smooth
+MAX_NOTES = 5
 
 
 def explain(
     net: DualBranch,
-    images: Tensor | Picture | Sequence[Picture],
+    images: Tensor | ImageSource | Sequence[ImageSource],
     method: str = "grad-cam",
     *,
     branch: Branch = "sigmoid",
@@ -48,173 +48,167 @@ def explain(
     batch_size: int | None = None,
     top_n: int | None = None,
 ) -> Explanation:
-    """Evidence maps for one class per image, in [0, 1], at image size (Eq. 4, 6; clamp: Sec. 3.3).
+    """Return evidence maps for one class per image, in [0, 1], at image size (Eq. 4, 6; clamp: Sec. 3.3).
 
     Args:
-        images: a (B, C, H, W) batch as the model takes it; or pictures (PIL or paths) where `net.transform`
-            is known.
-        branch: "sigmoid", "softmax", or "centred": the softmax head with the mean over classes taken off.
-        clamp: keep positive channel weights only; by default on the sigmoid branch's unit maps.
-        classes: an int for all images, one per image, (B, K), "top5", "positive" (evidence above one half)
-            or "all"; by default what the softmax head predicts.
-        target: the score explained: "class", its logit; "probability"; "finer-cam", its logit against those
-            of the classes most like it; or a function of (B, C) logits and (B,) classes that gives (B,)
+        images: A preprocessed (B, C, H, W) batch, or PIL images or paths if `net.transform` is known.
+        method: A name of `sigcam.list_methods()`.
+        branch: "sigmoid", "softmax", or "centred": the softmax head minus its mean over classes.
+        clamp: Keep positive channel weights only; by default for unit maps of the sigmoid branch.
+        classes: An int for all images, one per image, (B, K), "top5", "positive" (evidence above one half)
+            or "all"; by default the softmax head's prediction.
+        target: The score to explain: "class", its logit; "probability"; "finer-cam", its logit against those
+            of the most similar classes; or a function of (B, C) logits and (B,) classes that returns (B,)
             scores.
-        scale: "unit" is each map from 0 to 1; "raw" is signed, in logits: no ReLU, no scaling.
+        scale: "unit" scales each map to [0, 1]; "raw" is signed, in logits: no ReLU, no scaling.
         size: "image" (default), "features" keeps P x Q (default for "all"), or (height, width).
-        layers: maps of these layers (names or modules), fused: their mean, or Layer-CAM's own fusion.
-        zoom: how much larger the image is that the maps are drawn from; class and scores stay as they are.
+        layers: Layers (names or modules) whose maps are fused: by their mean, or as Layer-CAM does.
+        zoom: Draw maps from the image enlarged by this factor; class and scores stay those of the image.
         stride: 1 runs a convolutional network's last stage without its stride: maps twice as fine.
-        aug_smooth: the mean over the image and its mirror image, each at 0.9, 1 and 1.1 times its values.
-        batch_size: masked images (Score-CAM) or variants of F (Ablation-CAM) in one pass.
-        top_n: Score-CAM tries this many channels, those that vary most over the image.
+        aug_smooth: Average over the image and its mirror image, each at 0.9, 1 and 1.1 times its values.
+        batch_size: Number of masked images (Score-CAM) or variants of F (Ablation-CAM) per pass.
+        top_n: Number of channels that Score-CAM tries: those that vary most over the image.
     """
     if not isinstance(net, DualBranch):
-        raise DataError(
+        raise ConfigError(
             f"explain takes what attach returns, not {type(net).__name__}: net = sigcam.attach(model)."
         )
-    how = MapConfig(method, branch, clamp, target, scale, batch_size, top_n).checked()
+    config = MapConfig(method, branch, clamp, target, scale, batch_size, top_n).checked()
     if stride not in (None, 1):
-        raise DataError(f"stride is 1 (no stride in the last stage) or None, not {stride!r}.")
-    batch, pictures = as_batch(net, images)
-    places = tuple(net.feature_point(layer) for layer in layers) if layers else (net.split.point,)
-    if len(places) > 1 and scale == "raw":
-        raise DataError("scale='raw' is in logits of one layer: name one in layers=, or use scale='unit'.")
+        raise ConfigError(f"stride is 1 (no stride in the last stage) or None, not {stride!r}.")
+    batch, visible = as_batch(net, images)
+    points = tuple(net.feature_point(layer) for layer in layers) if layers else (net.split.point,)
+    if len(points) > 1 and scale == "raw":
+        raise ConfigError("scale='raw' is in logits of one layer: name one in layers=, or use scale='unit'.")
+    grad = head_of(branch) not in net.linear or points != (net.split.point,)  # else gradients are weights
     altered = zoom != 1 or stride is not None or aug_smooth
-    passages = net.run_at(places, batch, grad=_needs_graph(net, how, places) and not altered)
-    plain = iter([View(net, passages)])
-    views = _views(net, batch, places, how, zoom, stride, aug_smooth) if altered else plain
-    found = _explained(net, passages[0], views, how, classes, size)
-    for note in found.notes:
+    passes = net.run_at(points, batch, grad=grad and not altered)  # classes and scores come from here
+    views: Iterable[View] = [View(net, passes)]
+    if altered:
+        views = _altered_views(net, batch, points, grad, zoom, stride, aug_smooth)
+    explanation = _explain_views(net, passes[0], views, config, classes, size)
+    for note in explanation.notes:
         log.warning(note)
-    return replace(found, pictures=pictures, images=batch)
+    return replace(explanation, pictures=visible, images=batch)
 
 
 def explain_pass(
-    net: DualBranch, passage: ForwardPass, how: MapConfig, *, classes: Classes = None, size: MapSize = None
+    net: DualBranch,
+    forward_pass: ForwardPass,
+    config: MapConfig,
+    *,
+    classes: Classes = None,
+    size: MapSize = None,
 ) -> Explanation:
-    """As `explain`, from what `net.run(images, grad=True)` gave: one pass serves any number of them."""
-    return _explained(net, passage, iter([View(net, [passage])]), how.checked(), classes, size)
+    """Explain the result of `net.run(images, grad=True)`; one pass serves any number of explanations."""
+    views = [View(net, [forward_pass])]
+    return _explain_views(net, forward_pass, views, config.checked(), classes, size)
 
 
 @dataclass(frozen=True)
 class View:
-    """One pass, seen from each layer, of the network or of a finer copy, over images mirrored or not."""
+    """A version of the batch to draw maps from: one forward pass, with the features of each layer."""
 
     net: DualBranch
-    passages: list[ForwardPass]
+    passes: list[ForwardPass]
     mirrored: bool = False
 
 
-def _needs_graph(net: DualBranch, how: MapConfig, places: tuple[FeaturePoint, ...]) -> bool:
-    """Whether gradients must come from autograd: a linear head's are its weights."""
-    source = "sigmoid" if how.branch == "sigmoid" else "softmax"
-    return source not in net.linear or places != (net.split.point,)
-
-
-def _views(
+def _altered_views(
     net: DualBranch,
     images: Tensor,
-    places: tuple[FeaturePoint, ...],
-    how: MapConfig,
+    points: tuple[FeaturePoint, ...],
+    grad: bool,
     zoom: float,
     stride: Literal[1] | None,
     aug_smooth: bool,
 ) -> Iterator[View]:
-    """The passes that maps are drawn from, one after the other."""
-    grad = _needs_graph(net, how, places)
+    """Run the enlarged, finer or augmented views, one after the other."""
     if grad:
-        net.grad_mode(places)  # at the native size, which a copy for larger images would not take
+        net.grad_mode(points)  # found at the native size, which a copy for larger images may not take
     net, images = zoomed(net if stride is None else dilated(net), images, zoom)
-    for mirrored, factor in product((False, True), FACTORS) if aug_smooth else [(False, 1.0)]:
+    for mirrored, factor in product((False, True), BRIGHTNESS) if aug_smooth else [(False, 1.0)]:
         view = (images.flip(-1) if mirrored else images) * factor
-        yield View(net, net.run_at(places, view, grad=grad), mirrored)
+        yield View(net, net.run_at(points, view, grad=grad), mirrored)
 
 
-def _explained(
+def _explain_views(
     net: DualBranch,
     native: ForwardPass,
-    views: Iterator[View],
-    how: MapConfig,
+    views: Iterable[View],
+    config: MapConfig,
     classes: Classes,
     size: MapSize,
 ) -> Explanation:
-    """The explanation of what `native` predicts, by the mean of the maps of all views."""
-    if not (size in (None, "image", "features") or (isinstance(size, tuple | list) and len(size) == 2)):
-        raise DataError(f"size is 'image', 'features' or (height, width), not {size!r}.")
-    if how.branch == "sigmoid" and not net.fitted:
+    """Explain classes of the `native` pass by the mean map of all views."""
+    output_size = _output_size(size, classes, native.image)
+    if config.branch == "sigmoid" and not net.fitted:
         _warn_unfitted(net)
     with torch.inference_mode(False), torch.no_grad():
         chosen, several = choose_classes(net, native, classes)  # (B, K)
-        if size is None:
-            size = "features" if isinstance(classes, str) and classes == "all" else "image"
-        seen, low = list[Tensor](), list[RawMaps]()
-        for view in views:
-            low = [draw_raw_maps(view.net, passage, chosen, how) for passage in view.passages]
-            grid = view.passages[-1].features.shape[-2:]
-            out = native.image if size == "image" else grid if size == "features" else size
-            maps = fuse_layers(low, how, GridSize(int(out[0]), int(out[1])))
-            seen.append(maps.flip(-1) if view.mirrored else maps)
-        if len(seen) > 1:
-            maps = torch.stack(seen).mean(0)
-            maps = maps if how.scale == "raw" else unit_range(maps)
-        maps = torch.where((chosen >= 0)[:, :, None, None], maps, 0.0)  # (B, K, H, W)
+        maps, raw = _draw_maps(views, chosen, config, output_size)  # (B, K, H, W)
+        maps = torch.where((chosen >= 0)[:, :, None, None], maps, 0.0)
         blank = ~maps.flatten(2).any(2)
-        scores = Scores.of(net, native, how.branch, chosen)
-        best, _ = choose_classes(net, native, "top5")
-        top = Scores.of(net, native, how.branch, best)
-
-    def shape(values: Tensor) -> Tensor:
-        return values if several else values[:, 0]
-
+        scores = Scores.of(net, native, config.branch, chosen)
+        top_classes, _ = choose_classes(net, native, "top5")
+        top = Scores.of(net, native, config.branch, top_classes)
+    k = slice(None) if several else 0
     return Explanation(
-        maps=shape(maps),
-        classes=shape(chosen),
-        probability=shape(scores.probability),
-        evidence=shape(scores.evidence),
-        logits=shape(scores.logits),
-        positive_share=shape(low[-1].positive_share),
-        blank=shape(blank),
-        notes=tuple(_why_blank(blank, chosen, low[-1], bool(how.clamp), several)),
-        top_classes=best,
+        maps=maps[:, k],
+        classes=chosen[:, k],
+        probability=scores.probability[:, k],
+        evidence=scores.evidence[:, k],
+        logits=scores.logits[:, k],
+        positive_share=raw.positive_share[:, k],
+        blank=blank[:, k],
+        notes=tuple(_blank_notes(blank, chosen, raw, bool(config.clamp), several)),
+        top_classes=top_classes,
         top_probability=top.probability,
         top_evidence=top.evidence,
-        method=how.method,
-        target=how.target_name,
-        branch=how.branch,
-        clamp=bool(how.clamp),
-        scale=how.scale,
+        method=config.method,
+        target=config.target_name,
+        branch=config.branch,
+        clamp=bool(config.clamp),
+        scale=config.scale,
         fitted=net.fitted,
         class_names=net.class_names,
     )
 
 
-# --------------------------------------------------------------------- from one pass to low-resolution maps
+def _output_size(size: MapSize, classes: Classes, image: GridSize) -> GridSize | None:
+    """Return the maps' size; None for that of the features."""
+    if size is None:
+        size = "features" if isinstance(classes, str) and classes == "all" else "image"
+    if size in ("image", "features"):
+        return image if size == "image" else None
+    if not isinstance(size, tuple | list) or len(size) != 2:
+        raise ConfigError(f"size is 'image', 'features' or (height, width), not {size!r}.")
+    return GridSize(int(size[0]), int(size[1]))
 
 
-# ------------------------------------------------------------------------------------- to finished score maps
+def _draw_maps(
+    views: Iterable[View], classes: Tensor, config: MapConfig, size: GridSize | None
+) -> tuple[Tensor, RawMaps]:
+    """Return (B, K, H, W) maps, the mean over all views, and the raw maps of the last layer."""
+    drawn = list[Tensor]()
+    for view in views:
+        raw = [draw_raw_maps(view.net, each, classes, config) for each in view.passes]
+        maps = fuse_layers(raw, config, size or GridSize.of(view.passes[-1].features))
+        drawn.append(maps.flip(-1) if view.mirrored else maps)
+    if len(drawn) > 1:
+        maps = torch.stack(drawn).mean(0)
+        maps = maps if config.scale == "raw" else unit_range(maps)
+    return maps, raw[-1]
 
 
-def _why_blank(blank: Tensor, classes: Tensor, low: RawMaps, clamp: bool, several: bool) -> list[str]:
-    """A sentence for each blank map, up to a few, and how many more there are."""
+def _blank_notes(blank: Tensor, classes: Tensor, raw: RawMaps, clamp: bool, several: bool) -> Iterator[str]:
+    """Yield a sentence for each of the first blank maps, and the number of further ones."""
     places = (blank & (classes >= 0)).nonzero().tolist()
-    notes = []
-    for i, k in places[:MOST_NOTES]:
-        if not bool(torch.isfinite(low.maps[i, k]).all()):
-            why = "its values are not finite: check the images and the model's weights"
-        elif bool(low.dead[i, k]):
-            why = "no gradient reaches the layer: name another one in attach(model, layer=...)"
-        elif clamp and bool(low.denied[i, k]):
-            why = "no channel has a positive weight, and clamping keeps positive ones only: see scale='raw'"
-        elif bool((low.maps[i, k] <= 0).all()):
-            why = "all evidence is negative and the ReLU removes it: see scale='raw', or the sigmoid branch"
-        else:
-            why = "it is constant"
+    for i, k in places[:MAX_NOTES]:
         which = f"image {i}, class {int(classes[i, k])}," if several else f"image {i}"
-        notes.append(f"the map of {which} is blank: {why}.")
-    if len(places) > MOST_NOTES:
-        notes.append(f"{len(places) - MOST_NOTES} more maps are blank, see `blank`.")
-    return notes
+        yield f"the map of {which} is blank: {raw.blank_reason(i, k, clamp)}."
+    if len(places) > MAX_NOTES:
+        yield f"{len(places) - MAX_NOTES} more maps are blank, see `blank`."
 
 
 def _warn_unfitted(net: DualBranch) -> None:
@@ -222,7 +216,6 @@ def _warn_unfitted(net: DualBranch) -> None:
         net.warned = True
         warnings.warn(
             "the sigmoid branch is not fitted, so these maps are noise: fit it (sigcam.fit), load one "
-            "(sigcam.load), "
-            "or use branch='centred', which needs no training.",
-            stacklevel=4,  # where explain was called
+            "(sigcam.load), or use branch='centred', which needs no training.",
+            stacklevel=4,  # the caller of explain
         )

@@ -1,24 +1,21 @@
-"""MapConfig: how maps are drawn."""
+"""MapConfig: the settings that maps are drawn with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sigcam.core.errors import DataError
-from sigcam.core.types import GridSize
+from sigcam.core.errors import ConfigError
 from sigcam.methods.registry import method_name
 from sigcam.methods.targets import Branch, Target, TargetName, as_target
 
 Scale = Literal["unit", "raw"]
-
-
-MapSize = Literal["image", "features"] | GridSize | None
+MapSize = Literal["image", "features"] | tuple[int, int] | None  # (height, width)
 
 
 @dataclass(frozen=True)
 class MapConfig:
-    """How maps are drawn; what `explain` says of its arguments."""
+    """Settings of a map; see the arguments of `explain`."""
 
     method: str = "grad-cam"
     branch: Branch = "sigmoid"
@@ -29,14 +26,14 @@ class MapConfig:
     top_n: int | None = None
 
     def checked(self) -> MapConfig:
-        """The same with its defaults filled in; DataError for what does not exist."""
+        """Return the config with its defaults filled in; ConfigError if a value is unknown."""
         if self.branch not in ("sigmoid", "softmax", "centred"):
-            raise DataError(f"unknown branch {self.branch!r}: there are sigmoid, softmax and centred.")
+            raise ConfigError(f"unknown branch {self.branch!r}: there are sigmoid, softmax and centred.")
         if self.scale not in ("unit", "raw"):
-            raise DataError(f"unknown scale {self.scale!r}: there are unit and raw.")
+            raise ConfigError(f"unknown scale {self.scale!r}: there are unit and raw.")
         for name, value in (("batch_size", self.batch_size), ("top_n", self.top_n)):
             if value is not None and value < 1:
-                raise DataError(f"{name} must be 1 or more, not {value}.")
+                raise ConfigError(f"{name} must be 1 or more, not {value}.")
         as_target(self.target, self.branch)
         clamp = self.clamp
         if clamp is None:  # the softmax baseline keeps its signed weights
@@ -45,5 +42,5 @@ class MapConfig:
 
     @property
     def target_name(self) -> str:
-        """The target's name, or its function's."""
+        """The name of the target or of its function."""
         return self.target if isinstance(self.target, str) else getattr(self.target, "__name__", "custom")
