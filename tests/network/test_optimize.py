@@ -296,7 +296,7 @@ def test_a_view_that_needs_channels_first_keeps_them() -> None:
 def test_a_model_that_cannot_be_copied_says_so() -> None:
     model = Gap()
     model.lock = threading.Lock()  # deepcopy takes no such thing
-    with untouched(model), pytest.raises(AttachError, match="attach it as it is"):
+    with untouched(model), pytest.raises(AttachError, match="attach it without optimize"):
         optimized(model, images(1))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from sigcam.core.errors import AttachError
 from sigcam.core.types import GridSize
 from sigcam.network.layout import AxisOrder, FeatureLayout
-from sigcam.network.module_kinds import ACTIVATIONS, has_parameters, is_pooling
+from sigcam.network.modules import ACTIVATIONS, has_parameters, is_pooling
 from sigcam.network.trace import ModuleOutput, Trace, ancestry, gradients, listed, run_traced
 
 MAX_PREFIX_TOKENS = 32  # class, distillation and register tokens in front of a grid

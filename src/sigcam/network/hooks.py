@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from sigcam.core.errors import AttachError
 from sigcam.network.layout import FeaturePoint
-from sigcam.network.module_kinds import ACTIVATIONS
+from sigcam.network.modules import ACTIVATIONS
 from sigcam.network.sigmoid_head import Inputs, on_tensors
 from sigcam.network.split import Split
 from sigcam.network.trace import eval_mode, logits_of, tensors_in

@@ -1,4 +1,4 @@
-"""The steps from the output layers to the logits, recorded so that a copy of the head can repeat them."""
+"""Record the steps from the output layers to the logits, so that a copy of the head can repeat them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from sigcam.core.errors import AttachError
-from sigcam.network.module_kinds import OUTPUT_ACTIVATIONS
+from sigcam.network.modules import OUTPUT_ACTIVATIONS
 from sigcam.network.split import Split
 from sigcam.network.trace import eval_mode, logits_of
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands in a recorded step for an earlier result."""
+    """Placeholder in a recorded step for an earlier result."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Stands in a recorded shape for the number of images."""
+    """Placeholder in a recorded shape for the number of images."""
 
 
 @dataclass
 class Tail:
-    """The model's own steps from its output layers' outputs to its logits, activations left out, to be
-    repeated."""
+    """The model's own steps from its output layers' outputs to its logits, without activations."""
 
     steps: list[tuple[Callable[..., Any], Any, Any, int]] = field(default_factory=list)
     result: int = 0
@@ -41,13 +40,13 @@ class Tail:
     def __call__(self, outputs: Sequence[Tensor]) -> Tensor:
         values: dict[int, Any] = dict(enumerate(outputs))
 
-        def filled(leaf: Any) -> Any:
+        def resolve(leaf: Any) -> Any:
             if isinstance(leaf, _Slot):
                 return values[leaf.index]
             return len(outputs[0]) if isinstance(leaf, _Batch) else leaf
 
         for function, args, kwargs, slot in self.steps:
-            args, kwargs = pytree.tree_map(filled, (args, kwargs))
+            args, kwargs = pytree.tree_map(resolve, (args, kwargs))
             values[slot] = function(*args, **kwargs)
         result = values[self.result]
         assert isinstance(result, Tensor)
@@ -55,19 +54,19 @@ class Tail:
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes every step that depends on the output layers' outputs."""
+    """Records every step that depends on the output layers' outputs."""
 
     def __init__(self, model: nn.Module, batch: int, outputs: int) -> None:
         super().__init__()
         self.tail, self.batch, self.next = Tail(), batch, outputs
-        self.own = {id(t) for t in (*model.parameters(), *model.buffers())}
+        self.constants = {id(t) for t in (*model.parameters(), *model.buffers())}
         self.slots: dict[int, int] = {}  # id of a result -> slot
-        self.kept: list[Any] = []  # keeps those ids in use
-        self.left_out = False  # an activation
+        self.alive: list[Any] = []  # keeps those ids valid
+        self.skipped_activation = False
 
     def note(self, value: Any, slot: int) -> None:
         self.slots[id(value)] = slot
-        self.kept.append(value)
+        self.alive.append(value)
 
     def step(self, function: Callable[..., Any], args: Any, kwargs: Any, value: Any) -> None:
         slot, self.next = self.next, self.next + 1
@@ -81,10 +80,10 @@ class _Recorder(TorchFunctionMode):
         if isinstance(leaf, Tensor):
             if id(leaf) in self.slots:
                 return _Slot(self.slots[id(leaf)])
-            if leaf.numel() > 1 and id(leaf) not in self.own:
+            if leaf.numel() > 1 and id(leaf) not in self.constants:
                 raise AttachError(
-                    "the outputs of the heads are combined with other values of the same pass, so the "
-                    "branch cannot stand beside them. Name one head: attach(model, head='...')."
+                    "the outputs of the heads are combined with other values of the same pass, which the "
+                    "branch cannot repeat. Name one head: attach(model, head='...')."
                 )
         return leaf
 
@@ -102,23 +101,20 @@ class _Recorder(TorchFunctionMode):
         if not read or not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(out)):
             return out
         if name in OUTPUT_ACTIVATIONS:
-            self.note(out, read[0])  # left out: what follows reads its input
-            self.left_out = True
+            self.note(out, read[0])  # skipped: the next step reads its input
+            self.skipped_activation = True
             return out
-        if name in ("view", "reshape", "expand") and len(recorded) > 1:  # its first size is the batch
+        if name in ("view", "reshape", "expand") and len(recorded) > 1:  # the first size is the batch
             first = recorded[1]
-            many = isinstance(first, tuple | list) and first
-            recorded = (
-                recorded[0],
-                (self.size(first[0]), *first[1:]) if many else self.size(first),
-                *recorded[2:],
-            )
+            is_shape = isinstance(first, tuple | list) and first
+            first = (self.size(first[0]), *first[1:]) if is_shape else self.size(first)
+            recorded = (recorded[0], first, *recorded[2:])
         self.step(func, recorded, named, out)
         return out
 
 
 def record_tail(model: nn.Module, split: Split, example: Tensor) -> Tail:
-    """The tail after `split.last`, from one pass over the example."""
+    """Record the tail after `split.last` in one pass over the example."""
     recorder = _Recorder(model, len(example), len(split.last))
     outputs: dict[int, Tensor] = {}
 
@@ -126,7 +122,7 @@ def record_tail(model: nn.Module, split: Split, example: Tensor) -> Tail:
         def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
             with torch._C.DisableTorchFunction():
                 outputs[index] = out.clone()
-                out = out.clone()  # an in-place activation must not rename the output layer's result
+                out = out.clone()  # an in-place activation must not change the recorded output
             recorder.note(out, index)
             return out
 
@@ -140,7 +136,7 @@ def record_tail(model: nn.Module, split: Split, example: Tensor) -> Tail:
         tail = recorder.tail
         tail.result = recorder.slots.get(id(logits), -1)
         followed = tail.result >= 0
-        if followed and not recorder.left_out:
+        if followed and not recorder.skipped_activation:
             again = tail([outputs[index] for index in range(len(outputs))])
             followed = again.shape == logits.shape and torch.allclose(again, logits, rtol=1e-3, atol=1e-6)
     if not followed:

@@ -1,4 +1,4 @@
-"""SigmoidHead: copies of a classifier's head modules, fed what the originals are fed (Eq. 11)."""
+"""SigmoidHead: copies of a classifier's head modules with the same inputs as the originals (Eq. 11)."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sigcam.core.errors import AttachError
-from sigcam.network.module_kinds import is_activation, is_norm
+from sigcam.network.modules import is_activation, is_norm, replace_module
 from sigcam.network.output_tail import Tail
 
 Init = Literal["fresh", "copy"]
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # what one call of a head module was given
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of one call of a head module
 
 
 class SigmoidHead(nn.Module):
-    """Copies of the head modules with fresh layers; normalisation keeps its trained values, frozen."""
+    """Copies of the head modules with new weights; normalisation keeps its trained values, frozen."""
 
     def __init__(self, heads: Sequence[nn.Module], *, classes: int, init: Init, seed: int) -> None:
         super().__init__()
         self.copies = nn.ModuleList(_copy(head) for head in heads)
         self.classes = classes
         self.tail: Tail | None = None  # None: the one copy returns the logits up to a reshape
-        self._entries: tuple[str, ...] = ("",) * len(heads)  # in each copy, the layer that `pooled` enters
-        self._shapes: tuple[tuple[int, ...], ...] = ()  # of one image's part of `pooled`, for each copy
+        self._entries: tuple[str, ...] = ("",) * len(heads)  # the layer of each copy that reads `pooled`
+        self._shapes: tuple[tuple[int, ...], ...] = ()  # of `pooled` for one image, for each copy
         self._blanks: list[Inputs] = []  # one image's zero inputs, for running from `pooled`
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
-            keep = is_norm(module)
+            frozen = is_norm(module)
             for name, parameter in module.named_parameters(recurse=False):
-                parameter.requires_grad_(not keep and parameter.is_floating_point())
+                parameter.requires_grad_(not frozen and parameter.is_floating_point())
                 parameter.grad = None
-                if not keep and init == "fresh":
-                    _renew(name, parameter, generator)
+                if not frozen and init == "fresh":
+                    _initialize(name, parameter, generator)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> SigmoidHead:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -48,7 +48,7 @@ class SigmoidHead(nn.Module):
         return self
 
     def train(self, mode: bool = True) -> SigmoidHead:
-        """Dropout follows the mode; normalisation stays in eval mode, on its trained statistics."""
+        """Set the mode; normalisation stays in eval mode, with its trained statistics."""
         super().train(mode)
         for module in self.modules():
             if is_norm(module):
@@ -56,7 +56,7 @@ class SigmoidHead(nn.Module):
         return self
 
     def forward(self, inputs: Sequence[Inputs]) -> tuple[Tensor, Tensor]:
-        """(logits (B, C), pooled), from what each head module was given."""
+        """Return (logits (B, C), pooled), from the inputs of each head module."""
         pooled: list[Tensor] = []
         with _pre_hooks(self._entered(), lambda module, args: pooled.append(args[0])):
             outputs = [c(*args, **kwargs) for c, (args, kwargs) in zip(self.copies, inputs, strict=True)]
@@ -64,7 +64,7 @@ class SigmoidHead(nn.Module):
         return self._finish(outputs), joined
 
     def from_pooled(self, pooled: Tensor) -> Tensor:
-        """Logits (B, C) from `pooled`, skipping what stands before the first trainable layer."""
+        """Return logits (B, C) from `pooled`, skipping what precedes the first trainable layer."""
         outputs, rows, parts = [], len(pooled), [pooled]
         if len(self.copies) > 1:
             widths = [math.prod(shape) for shape in self._shapes]
@@ -81,30 +81,29 @@ class SigmoidHead(nn.Module):
 
     @torch.no_grad()
     def prepare(self, inputs: Sequence[Inputs]) -> None:
-        """Leaves out activations after the last layers (a logit may be negative), and notes where `pooled`
-        enters; from one pass over what the heads were given."""
+        """Remove activations after the last layers (a logit may be negative) and find the layers that read
+        `pooled`, from one pass over the heads' inputs."""
         entries = list[str]()
-        for head, given in zip(self.copies, inputs, strict=True):
-            order = _order(head, given)
+        for head, one in zip(self.copies, inputs, strict=True):
+            order = _layers_in_order(head, one)
             last = max((i for i, m in enumerate(order) if list(m.parameters())), default=len(order))
             for module in order[last + 1 :]:
                 if is_activation(module) and order.count(module) == 1:
-                    _replace(head, module, nn.Identity())
+                    replace_module(head, module, nn.Identity())
             names = {module: name for name, module in head.named_modules()}
             trainable = (m for m in order if any(p.requires_grad for p in m.parameters(recurse=False)))
             entries.append(names[next(trainable, head)])
         self._blanks = on_tensors(lambda leaf: torch.zeros_like(leaf[:1]), list(inputs))
-        for tried in (tuple(entries), ("",) * len(self.copies)):  # a layer, else the whole head
-            self._entries = tried
+        for self._entries in (tuple(entries), ("",) * len(self.copies)):  # a layer, else the whole head
             if self._agrees(inputs):
                 return
         raise AttachError(
-            f"the head takes {len(pytree.tree_leaves(inputs))} inputs, of which no one layer reads all that "
-            "counts. Name a module that one tensor enters: attach(model, head='...')."
+            f"the head takes {len(pytree.tree_leaves(inputs))} inputs, and no single layer reads all that "
+            "matter. Name a module with one tensor as input: attach(model, head='...')."
         )
 
     def _agrees(self, inputs: Sequence[Inputs]) -> bool:
-        """Whether running from `pooled` gives the logits that running from the heads' inputs gives."""
+        """Whether `from_pooled` gives the same logits as `forward`."""
         shapes: list[tuple[int, ...]] = []
         try:
             with _pre_hooks(self._entered(), lambda module, args: shapes.append(tuple(args[0].shape[1:]))):
@@ -125,66 +124,56 @@ class SigmoidHead(nn.Module):
 
 
 def on_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """The tree with the function applied to every tensor in it."""
+    """Apply the function to every tensor in the tree."""
     return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def _copy(head: nn.Module) -> nn.Module:
-    """A copy without the user's hooks, which watch the user's head; a hook may hold what cannot be copied."""
+    """Copy the head without the user's hooks, which may hold what cannot be copied."""
     memo: dict[int, Any] = {}
     for module in head.modules():
         hooks = module._forward_pre_hooks
-        ours = {key: h for key, h in hooks.items() if type(h).__module__.startswith("torch.nn.utils")}
-        memo[id(hooks)] = OrderedDict(ours)  # weight norm computes its weight in one
+        torchs = {key: h for key, h in hooks.items() if type(h).__module__.startswith("torch.nn.utils")}
+        memo[id(hooks)] = OrderedDict(torchs)  # weight norm computes its weight in one
         for other in (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks):
             memo[id(other)] = OrderedDict[int, Any]()
         for value in vars(module).values():
-            if isinstance(value, Tensor) and value.grad_fn is not None:  # refuses to be copied as it is
+            if isinstance(value, Tensor) and value.grad_fn is not None:  # deepcopy refuses it
                 memo[id(value)] = value.detach().clone()
     return copy.deepcopy(head, memo).eval()
 
 
 @torch.no_grad()
-def _renew(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
-    """Normal(0, 0.01) for weights, 0 for biases (PROTOCOL 1.5); a scale or slope keeps its trained value,
-    since zero would block all gradient."""
+def _initialize(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
+    """Set weights to Normal(0, 0.01), biases to 0 (PROTOCOL 1.5); a scale or slope keeps its trained value,
+    since 0 would block all gradient."""
     if parameter.ndim >= 2:
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.01)
     elif "bias" in name or name in ("b", "beta"):
         parameter.zero_()
 
 
-def _order(head: nn.Module, given: Inputs) -> list[nn.Module]:
+def _layers_in_order(head: nn.Module, inputs: Inputs) -> list[nn.Module]:
     """The layers of the head in the order in which they run."""
     order: list[nn.Module] = []
     layers = [m for m in head.modules() if not list(m.children()) or list(m.parameters(recurse=False))]
     with _pre_hooks(layers, lambda module, args: order.append(module)):
-        args, kwargs = on_tensors(Tensor.clone, given)
+        args, kwargs = on_tensors(Tensor.clone, inputs)
         head(*args, **kwargs)
     return order
 
 
-def _replace(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    for parent in root.modules():
-        for name, child in parent.named_children():
-            if child is old:
-                setattr(parent, name, new)
-
-
 @contextmanager
 def _pre_hooks(modules: Sequence[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
-    """A hook on modules of our own, for this thread's calls only."""
+    """Register a hook on modules of the branch that runs in this thread only."""
     thread = threading.get_ident()
 
-    def mine(module: nn.Module, args: Any) -> Any:
+    def in_this_thread(module: nn.Module, args: Any) -> Any:
         return hook(module, args) if threading.get_ident() == thread else None
 
-    handles = [module.register_forward_pre_hook(mine) for module in modules]
+    handles = [module.register_forward_pre_hook(in_this_thread) for module in modules]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-# --------------------------------------------------------------------- from output layers to logits

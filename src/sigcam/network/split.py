@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sigcam.core.errors import AttachError
 from sigcam.network.feature_layer import FeatureFinder
 from sigcam.network.layout import FeatureLayout, FeaturePoint
-from sigcam.network.module_kinds import (
+from sigcam.network.modules import (
     ACTIVATIONS,
     OUTPUT_ACTIVATIONS,
     has_parameters,

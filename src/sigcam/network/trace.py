@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from sigcam.core.errors import AttachError
 from sigcam.core.files import error_line
 from sigcam.core.types import GridSize
-from sigcam.network.module_kinds import has_parameters, is_within
+from sigcam.network.modules import has_parameters, is_within
 
 SIZES_TO_TRY = (224, 32, 28, 64, 96, 128, 256, 299, 384)  # after the sizes that the model declares
 MAX_IMAGE_CHANNELS = 16  # a convolution with more inputs does not read the image

@@ -1,4 +1,4 @@
-"""Tell kinds of modules and torch functions apart: activations, normalisation, pooling."""
+"""Kinds of modules and torch functions (activations, normalisation, pooling), and replacing a module."""
 
 from __future__ import annotations
 
@@ -36,3 +36,11 @@ def has_parameters(module: nn.Module) -> bool:
 def is_within(name: str, module: str) -> bool:
     """Whether the module called `name` is `module` itself or inside it."""
     return module in ("", name) or name.startswith(module + ".")
+
+
+def replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Replace a module wherever it stands inside `root`."""
+    for parent in list(root.modules()):
+        for name, child in parent.named_children():
+            if child is old:
+                setattr(parent, name, new)
