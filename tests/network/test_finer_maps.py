@@ -549,14 +549,15 @@ def test_what_cannot_be_dilated_exactly_is_refused_in_one_line(name: str) -> Non
     with untouched(model), pytest.raises(DataError, match=why) as caught:
         dilated(net)
     text = str(caught.value)
-    assert text.startswith("stride=1 cannot be had for this ") and text.endswith("Use zoom= for a finer map.")
+    assert text.startswith("stride=1 is not possible for this ")
+    assert text.endswith("Use zoom= for a finer map.")
     assert "\n" not in text
 
 
 # ------------------------------------------------------------------------------------------ the copy
 
 
-def test_a_twin_follows_the_weights_and_keeps_its_own_modules() -> None:
+def test_a_shared_copy_follows_the_weights_and_keeps_its_own_modules() -> None:
     model = lively(FunctionalRelu())
     other, images = shared_copy(model), noise(1, 3, 32, 32)
     with torch.no_grad():
@@ -566,7 +567,7 @@ def test_a_twin_follows_the_weights_and_keeps_its_own_modules() -> None:
     assert model.conv1.stride == (2, 2)
 
 
-def test_hooks_of_the_users_work_on_the_twin_as_on_the_model() -> None:
+def test_hooks_of_the_users_work_on_the_copy_as_on_the_model() -> None:
     class Catching(Gap):
         """Reads its features from where its own hook has put them."""
 
@@ -603,10 +604,10 @@ def test_what_is_remembered_of_a_network_goes_with_it() -> None:
     from sigcam.network import dilate as dilating
     from sigcam.network import zoom as zooming
 
-    before = len(dilating._PLANS), len(zooming._TAKEN)
+    before = len(dilating._PLANS), len(zooming._CHECKED)
     net = around(FunctionalRelu(), 32, 32)
     zoomed(net, noise(1, 3, 32, 32), 2)
     dilated(net)
     del net
     gc.collect()
-    assert (len(dilating._PLANS), len(zooming._TAKEN)) <= before
+    assert (len(dilating._PLANS), len(zooming._CHECKED)) <= before

@@ -143,12 +143,7 @@ class DualBranch(nn.Module):
         return self.run_at((self.split.point,), images, grad=grad)[0]
 
     def run_at(
-        self,
-        points: Sequence[FeaturePoint],
-        images: Tensor,
-        *,
-        grad: bool = False,
-        swap: Tensor | None = None,
+        self, points: Sequence[FeaturePoint], images: Tensor, *, grad: bool = False, swap: Tensor | None = None
     ) -> list[ForwardPass]:
         """Run one pass and return it once per feature point, with that point's `.features` and `.cut`.
 
@@ -184,19 +179,10 @@ class DualBranch(nn.Module):
         except RuntimeError:  # a path around F has the batch's size: run the model on R images
             return self.run_at((point,), image.expand(len(features), -1, -1, -1), swap=swap)[0]
 
-    def _hooked(
-        self,
-        points: Sequence[FeaturePoint],
-        images: Tensor,
-        *,
-        grad: bool = False,
-        forced: bool = False,
-        swap: Tensor | None = None,
-    ) -> HookedPass:
+    def _hooked(self, points: Sequence[FeaturePoint], images: Tensor, **options: Any) -> HookedPass:
         hides_nan = getattr(self.model, "hides_nan", False) and not bool(images.isfinite().all())
         model, outputs = self.original if hides_nan else self.model, self._softmax_tail is not None
-        hooked = HookedPass(model, self.split, points, grad=grad, forced=forced, outputs=outputs, swap=swap)
-        return hooked.run(images)
+        return HookedPass(model, self.split, points, outputs=outputs, **options).run(images)
 
     def feature_point(self, layer: str | nn.Module) -> FeaturePoint:
         """Return the point at which the features of another layer, given by name or itself, can be taken."""

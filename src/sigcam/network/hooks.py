@@ -38,7 +38,7 @@ class HookedPass(TorchFunctionMode):
         split: Split,
         points: Sequence[FeaturePoint],
         *,
-        grad: bool,
+        grad: bool = False,
         forced: bool = False,
         outputs: bool = False,
         swap: Tensor | None = None,

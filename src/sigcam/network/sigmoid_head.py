@@ -94,7 +94,8 @@ class SigmoidHead(nn.Module):
             trainable = (m for m in order if any(p.requires_grad for p in m.parameters(recurse=False)))
             entries.append(names[next(trainable, head)])
         self._blanks = on_tensors(lambda leaf: torch.zeros_like(leaf[:1]), list(inputs))
-        for self._entries in (tuple(entries), ("",) * len(self.copies)):  # a layer, else the whole head
+        for choice in (tuple(entries), ("",) * len(self.copies)):  # a layer, else the whole head
+            self._entries = choice
             if self._agrees(inputs):
                 return
         raise AttachError(

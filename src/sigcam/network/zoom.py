@@ -1,5 +1,4 @@
-"""Finer maps from larger images: the network itself where it takes them, else a copy that shares its weights
-and has its position embeddings resampled."""
+"""Finer maps from enlarged images, with position embeddings resampled where the network needs it."""
 
 from __future__ import annotations
 
@@ -16,70 +15,62 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sigcam.core.errors import DataError
+from sigcam.core.errors import ConfigError, DataError
+from sigcam.core.files import error_line
 from sigcam.core.types import GridSize
 from sigcam.network.dual import DualBranch
+from sigcam.network.modules import is_within
 from sigcam.network.trace import lock_of, tensors_in
-
-# ------------------------------------------------------------------------------------------- a copy
 
 
 def shared_copy(model: nn.Module) -> nn.Module:
-    """A copy of the modules that shares every parameter, buffer and hook with the original."""
+    """Copy the modules; parameters, buffers and hooks are shared with the original."""
     memo: dict[int, Any] = {}
-    with lock_of(model):  # so that no hook of ours is on it
-        watched = list[dict[int, Any]]()
+    with lock_of(model):  # so that none of our hooks is on it
+        hook_dicts = list[dict[int, Any]]()
         for module in model.modules():
-            for name, value in vars(module).items():  # parameters and buffers, and what else it keeps
+            for name, value in vars(module).items():  # parameters, buffers and other tensors
                 if name.endswith("hooks") and isinstance(value, dict):
                     memo[id(value)] = copy.copy(value)  # a hook may hold what cannot be copied
-                    watched.append(value)
+                    hook_dicts.append(value)
                 else:
                     memo.update((id(tensor), tensor) for tensor in tensors_in(value))
         try:
-            made = copy.deepcopy(model, memo)
+            copied = copy.deepcopy(model, memo)
         except Exception as error:  # any user network, any failure
-            raise DataError(f"this {type(model).__name__} cannot be copied ({said(error)}).") from error
-        for hooks in watched:
+            raise DataError(f"this {type(model).__name__} cannot be copied ({error_line(error)}).") from error
+        for hooks in hook_dicts:
             memo[id(hooks)].update({key: _rebound(hook, memo) for key, hook in hooks.items()})
-    return made
+    return copied
 
 
 def _rebound(hook: Any, memo: dict[int, Any]) -> Any:
-    """A hook that is a method of one of the modules works on the copy; any other is the user's own."""
+    """Bind a hook that is a method of one of the modules to its copy; return any other unchanged."""
     owner = getattr(hook, "__self__", None)
     if isinstance(hook, types.MethodType) and isinstance(owner, nn.Module) and id(owner) in memo:
         return types.MethodType(hook.__func__, memo[id(owner)])
     return hook
 
 
-def said(error: Exception) -> str:
-    """The error in one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
-
-
 @contextmanager
 def no_side_effects() -> Iterator[None]:
-    """Without autograd, and with the random numbers as they were afterwards."""
+    """Disable autograd and restore the random state afterwards."""
     with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):
         yield
 
 
-# ------------------------------------------------------------------------------------- larger images
-
-# native and larger sizes at which a network was seen to make a finer map; from then on it is not tried first
-_TAKEN: weakref.WeakKeyDictionary[DualBranch, set[tuple[GridSize, GridSize]]] = weakref.WeakKeyDictionary()
+# native and enlarged sizes at which a network is known to give a finer map; these are not tried again
+_CHECKED: weakref.WeakKeyDictionary[DualBranch, set[tuple[GridSize, GridSize]]] = weakref.WeakKeyDictionary()
 
 
 def zoomed(net: DualBranch, images: Tensor, zoom: float) -> tuple[DualBranch, Tensor]:
-    """The network to run on the (B, C, H, W) images enlarged `zoom` times, and those images.
+    """Enlarge (B, C, H, W) images `zoom` times; return the network to run on them, and the images.
 
-    Sides are rounded to whole cells of F. A network that takes images of any size is returned itself; one
-    made for a size, as a copy whose position embeddings are resampled by its own library's means.
+    Sides are rounded to whole cells of F. A network that takes images of any size is returned unchanged; one
+    built for a fixed size, as a copy whose position embeddings are resampled by its own library's method.
     """
     if isinstance(zoom, bool) or not isinstance(zoom, int | float) or not math.isfinite(zoom) or zoom < 1:
-        raise DataError(f"zoom must be a number of at least 1, not {zoom!r}.")
+        raise ConfigError(f"zoom must be a number of at least 1, not {zoom!r}.")
     if zoom == 1:
         return net, images
     native = GridSize.of(images)
@@ -89,22 +80,22 @@ def zoomed(net: DualBranch, images: Tensor, zoom: float) -> tuple[DualBranch, Te
     rows, columns = (int(n * zoom / step + 0.5) * int(step) for n, step in zip(native, steps, strict=True))
     if rows <= native[0] or columns <= native[1]:
         least = max((n + step) / n for n, step in zip(native, steps, strict=True))
-        raise DataError(
+        raise ConfigError(
             f"zoom={zoom:g} adds no cell to the map of {native[0]}x{native[1]} images: zoom={least:.3g} does."
         )
-    known = _TAKEN.setdefault(net, set())
+    known = _CHECKED.setdefault(net, set())
     with no_side_effects():
         larger = F.interpolate(images, size=(rows, columns), mode="bicubic", align_corners=False)
         try:
-            model = _made_for(net.model, GridSize(rows, columns))
+            model = _resized(net.model, GridSize(rows, columns))
             finer = net if model is net.model else net.with_model(model)
             if (native, (rows, columns)) not in known:
                 before = fold.grid if native == fold.image else grid_of(net, images)
                 after = grid_of(finer, larger)
                 if after[0] <= before[0] or after[1] <= before[1]:
-                    raise DataError(
+                    raise ConfigError(
                         f"zoom={zoom:g} makes images of {rows}x{columns}, but the map of this {kind} does "
-                        "not grow with them: take a larger zoom, or none if the model resizes them itself."
+                        "not grow with them: use a larger zoom, or none if the model resizes its input."
                     )
                 known.add((native, GridSize(rows, columns)))
         except (DataError, MemoryError, torch.cuda.OutOfMemoryError):
@@ -112,39 +103,38 @@ def zoomed(net: DualBranch, images: Tensor, zoom: float) -> tuple[DualBranch, Te
         except Exception as error:  # any user network, any failure
             raise DataError(
                 f"zoom={zoom:g} needs images of {rows}x{columns}, and this {kind} takes one size only "
-                f"({said(error)})."
+                f"({error_line(error)})."
             ) from error
     return finer, larger
 
 
 def grid_of(net: DualBranch, images: Tensor) -> GridSize:
-    """(P, Q) of what the network makes of the first image."""
-    features = net.run(images[:1]).features
-    return GridSize.of(features)
+    """(P, Q) of the features of the first image."""
+    return GridSize.of(net.run(images[:1]).features)
 
 
-def _made_for(model: nn.Module, size: GridSize) -> nn.Module:
-    """The model, or a copy for images of that size where a part of it knows how to be made for another."""
-    if not any(_fitting(module) for module in model.modules()):
+def _resized(model: nn.Module, size: GridSize) -> nn.Module:
+    """The model, or a copy for images of that size where modules of it can be set to another size."""
+    if not any(_resizer(module) for module in model.modules()):
         return model
-    model, fitted = shared_copy(model), list[str]()
+    model, done = shared_copy(model), list[str]()
     for name, module in list(model.named_modules()):
-        fit = _fitting(module)
-        if fit and not any(name.startswith(outer + ".") or not outer for outer in fitted):
-            fit(module, size)  # the outermost part looks after those inside it
-            fitted.append(name)
+        resize = _resizer(module)
+        if resize and not any(is_within(name, outer) for outer in done):  # the outermost resizes its parts
+            resize(module, size)
+            done.append(name)
     return model
 
 
-def _fitting(module: nn.Module) -> Callable[[Any, GridSize], None] | None:
-    """How this module can be made to take another size, if it can."""
+def _resizer(module: nn.Module) -> Callable[[Any, GridSize], None] | None:
+    """The function that sets this module to another input size; None if there is none."""
     if _takes(getattr(module, "set_input_size", None), "img_size"):
-        return _fit_timm
+        return _resize_timm
     if _takes(module.forward, "interpolate_pos_encoding"):
-        return _fit_transformers
+        return _resize_transformers
     family = ("torchvision.models.vision_transformer", "VisionTransformer")
     if any((base.__module__, base.__name__) == family for base in type(module).__mro__):
-        return _fit_torchvision
+        return _resize_torchvision
     return None
 
 
@@ -155,23 +145,23 @@ def _takes(function: Any, argument: str) -> bool:
         return False
 
 
-def _fit_timm(module: Any, size: GridSize) -> None:
+def _resize_timm(module: Any, size: GridSize) -> None:
     options: dict[str, Any] = {"img_size": size}
     windows = [m.window_size for m in module.modules() if isinstance(getattr(m, "window_size", None), tuple)]
     if windows and _takes(module.set_input_size, "window_size"):
-        # as they were trained; timm's own choice would be an eighth of the image, and resampled weights
+        # as trained; timm would choose an eighth of the image and resample the weights
         options["window_size"] = tuple(map(max, zip(*windows, strict=True)))
     module.set_input_size(**options)
 
 
-def _fit_transformers(module: Any, size: GridSize) -> None:
-    def ask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _resize_transformers(module: Any, size: GridSize) -> None:
+    def interpolate(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "interpolate_pos_encoding": True}
 
-    module.register_forward_pre_hook(ask, with_kwargs=True)
+    module.register_forward_pre_hook(interpolate, with_kwargs=True)
 
 
-def _fit_torchvision(module: Any, size: GridSize) -> None:
+def _resize_torchvision(module: Any, size: GridSize) -> None:
     from torchvision.models.vision_transformer import interpolate_embeddings
 
     if size[0] != size[1]:
