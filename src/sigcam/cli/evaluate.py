@@ -26,7 +26,7 @@ from sigcam.evaluation.examples import collect_examples
 from sigcam.evaluation.result import Result
 from sigcam.methods.map_config import MapConfig
 from sigcam.network.dual import DualBranch
-from sigcam.network.opening import branch_file, has_shipped_branch, open_network
+from sigcam.network.opening import find_branch_file, has_shipped_branch, open_network
 from sigcam.reports.evaluation_report import evaluation_page
 from sigcam.reports.html import require_report_extra
 
@@ -178,7 +178,7 @@ def _measure_network(options: EvaluateOptions, progress: Progress) -> Measured:
         for source in branches:
             MapConfig(method, source).checked()
     if fitted or branch == "sigmoid" or "sigmoid" in branches:
-        branch_file(branch or "sigmoid", options.model, options.weights)
+        find_branch_file(branch or "sigmoid", options.model, options.weights)
         if options.head or options.layer:
             raise DataError("--head and --layer are part of a fitted branch: leave them out, or refit.")
     thresholds = [name for name in metrics or ["max_box_acc_v2"] if name.startswith("max_box_acc")]

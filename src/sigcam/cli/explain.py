@@ -29,7 +29,7 @@ from sigcam.methods.explanation import Explanation
 from sigcam.methods.map_config import MapConfig
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.dual import DualBranch
-from sigcam.network.opening import branch_file, open_network
+from sigcam.network.opening import find_branch_file, open_network
 from sigcam.reports.explain_report import explain_page
 from sigcam.reports.html import require_report_extra
 
@@ -80,7 +80,7 @@ def draw_pictures(options: ExplainOptions, as_json: bool) -> None:
     MapConfig(o.method, source, o.clamp, o.target, o.scale, top_n=o.top_n).checked()
     samples = open_pictures(o.pictures) if o.pictures else open_dataset(o.data, format=o.format, split="test")
     if fitted:
-        branch_file(o.branch, o.model, o.weights)
+        find_branch_file(o.branch, o.model, o.weights)
         if o.head or o.layer:
             raise DataError("--head and --layer are part of a fitted branch: leave them out, or refit.")
     check_writable(o.output)

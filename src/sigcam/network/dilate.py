@@ -68,10 +68,8 @@ def dilated(net: DualBranch) -> DualBranch:
         with no_side_effects():
             plan, model = _PLANS.get(net), shared_copy(net.model)
             if plan is None:
-                example = torch.randn(1, *net.input_shape, generator=torch.Generator().manual_seed(0))
-                example = example.to(next(net.model.parameters()))
-                plan = _make_plan(net, model, example)
-                _check_grid(net, net.with_model(model), example)
+                plan = _make_plan(net, model)
+                _check_grid(net, net.with_model(model))
                 _PLANS[net] = plan
             else:
                 for change in plan:
@@ -84,19 +82,19 @@ def dilated(net: DualBranch) -> DualBranch:
     return net.with_model(model)
 
 
-def _make_plan(net: DualBranch, model: nn.Module, example: Tensor) -> tuple[Change, ...]:
+def _make_plan(net: DualBranch, model: nn.Module) -> tuple[Change, ...]:
     try:
-        return _Planner(net, model, example).plan()
+        return _Planner(net, model, net.example).plan()
     except _CannotDilate:
         raise
     except Exception as error:  # any user network, any failure
         raise _CannotDilate(f"its steps cannot be followed ({error_line(error)})") from error
 
 
-def _check_grid(net: DualBranch, finer: DualBranch, example: Tensor) -> None:
-    rows, columns = grid_of(net, example)
+def _check_grid(net: DualBranch, finer: DualBranch) -> None:
+    rows, columns = grid_of(net, net.example)
     try:
-        features = finer.run(example).features
+        features = finer.run(net.example).features
     except Exception as error:  # any user network, any failure
         raise _CannotDilate(f"it does not run on a finer grid ({error_line(error)})") from error
     fine = features.shape[-2:]

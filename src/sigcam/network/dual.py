@@ -20,6 +20,8 @@ from sigcam.network.output_tail import Tail
 from sigcam.network.sigmoid_head import SigmoidHead
 from sigcam.network.split import Split, find_split
 
+Points = Sequence[FeaturePoint]
+
 
 @dataclass(frozen=True)
 class Branches:
@@ -72,7 +74,7 @@ class DualBranch(nn.Module):
         class_names: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        self.sigmoid, self.split, self.example = sigmoid, split, example
+        self.sigmoid, self.split, self._example = sigmoid, split, example
         self.model = model
         self.original = original or model
         self.requested = requested or {"head": None, "layer": None}
@@ -115,9 +117,14 @@ class DualBranch(nn.Module):
         return next(self.sigmoid.parameters()).device
 
     @property
+    def example(self) -> Tensor:
+        """The (1, C, H, W) input that the branch was attached with, on the model's device."""
+        return self._example.to(next(self.model.parameters()))
+
+    @property
     def input_shape(self) -> tuple[int, int, int]:
-        """(C, H, W) of the example that the branch was attached with."""
-        channels, height, width = self.example.shape[1:]
+        """(C, H, W) of the example."""
+        channels, height, width = self._example.shape[1:]
         return channels, height, width
 
     def last_layer(self, branch: Literal["softmax", "sigmoid"]) -> nn.Module:
@@ -143,7 +150,7 @@ class DualBranch(nn.Module):
         return self.run_at((self.split.point,), images, grad=grad)[0]
 
     def run_at(
-        self, points: Sequence[FeaturePoint], images: Tensor, *, grad: bool = False, swap: Tensor | None = None
+        self, points: Points, images: Tensor, *, grad: bool = False, swap: Tensor | None = None
     ) -> list[ForwardPass]:
         """Run one pass and return it once per feature point, with that point's `.features` and `.cut`.
 
@@ -179,7 +186,7 @@ class DualBranch(nn.Module):
         except RuntimeError:  # a path around F has the batch's size: run the model on R images
             return self.run_at((point,), image.expand(len(features), -1, -1, -1), swap=swap)[0]
 
-    def _hooked(self, points: Sequence[FeaturePoint], images: Tensor, **options: Any) -> HookedPass:
+    def _hooked(self, points: Points, images: Tensor, **options: Any) -> HookedPass:
         hides_nan = getattr(self.model, "hides_nan", False) and not bool(images.isfinite().all())
         model, outputs = self.original if hides_nan else self.model, self._softmax_tail is not None
         return HookedPass(model, self.split, points, outputs=outputs, **options).run(images)
@@ -192,8 +199,8 @@ class DualBranch(nn.Module):
             raise AttachError(f"this {type(layer).__name__} is no module of {type(self.model).__name__}.")
         if name not in self._feature_points:
             with torch.inference_mode(False), fresh_autocast_cache():
-                example = self.example.to(next(self.model.parameters()))
-                split, _ = find_split(self.model, head=self.requested["head"], layer=name, example=example)
+                head, example = self.requested["head"], self.example
+                split, _ = find_split(self.model, head=head, layer=name, example=example)
             if split.heads != self.split.heads:
                 raise AttachError(
                     f"layer={name!r} lies inside or after the head {', '.join(self.split.heads)}: name one "
@@ -205,9 +212,8 @@ class DualBranch(nn.Module):
     def grad_mode(self, points: tuple[FeaturePoint, ...]) -> GradMode:
         """Return how autograd records from the points on; tried once, on the example."""
         if points not in self._grad_modes:
-            example = self.example.to(next(self.model.parameters()))
             with torch.no_grad():
-                self._grad_modes[points] = choose_grad_mode(partial(self._hooked, points, example))
+                self._grad_modes[points] = choose_grad_mode(partial(self._hooked, points, self.example))
         return self._grad_modes[points]
 
     def with_model(self, model: nn.Module) -> DualBranch:

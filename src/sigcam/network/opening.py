@@ -1,4 +1,4 @@
-"""Open a classifier, or a classifier with its branch, by the names that commands and the page are given."""
+"""Open a classifier, with or without its branch, from the options of the commands and the page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from sigcam.core.errors import CheckpointError, ConfigError, DataError
+from sigcam.core.errors import CheckpointError, ConfigError
 from sigcam.models.classifier import Classifier, load_classifier
 from sigcam.network.attachment import attach
 from sigcam.network.branch_file import load
@@ -18,11 +18,11 @@ SHIPPED = Path(__file__).parent / "shipped" / "embedded.safetensors"  # its card
 
 
 def check_device(name: str) -> str:
-    """The device's name, if something can be put on it."""
+    """Return the device's name; ConfigError if it cannot be used."""
     try:
         torch.empty(1, device=torch.device(name))
     except (RuntimeError, AssertionError) as error:
-        raise DataError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from error
     return name
 
 
@@ -35,22 +35,16 @@ def open_classifier(
     *,
     pretrained: bool = True,
 ) -> Classifier:
-    """The classifier that the options name, in the memory layout that convolutions are fastest in."""
-    classifier = load_classifier(
-        model,
-        weights=weights,
-        device=check_device(device),
-        crop=crop,
-        num_classes=classes,
-        pretrained=pretrained,
-    )
-    classifier.model.to(memory_format=torch.channels_last)  # up to twice as fast; the model is ours alone
+    """Load the classifier in the memory layout in which convolutions are fastest."""
+    options: Any = {"crop": crop, "num_classes": classes, "pretrained": pretrained}
+    classifier = load_classifier(model, weights=weights, device=check_device(device), **options)
+    classifier.model.to(memory_format=torch.channels_last)  # up to twice as fast
     return classifier
 
 
 @dataclass(frozen=True)
 class OpenedNetwork:
-    """A classifier with a branch beside it, and the branch to draw maps from."""
+    """A classifier with its branch, and the name of the branch to draw maps from."""
 
     net: DualBranch
     classifier: Classifier
@@ -71,11 +65,10 @@ def open_network(
     """Open the classifier that `model` and `weights` name, with the branch that `branch` names.
 
     Args:
-        branch: a branch file, or the folder that `sigcam fit` wrote; "sigmoid" for the one that comes with
-            the embedded model; "softmax" or "centred" for a head that needs no file; None to attach a new
-            branch, to be fitted.
+        branch: a branch file, or the folder that `sigcam fit` wrote; "sigmoid" for the one shipped with the
+            embedded model; "softmax" or "centred", which need no file; None for a new branch to fit.
     """
-    file = None if branch in (None, "softmax", "centred") else branch_file(branch, model, weights)
+    file = None if branch in (None, "softmax", "centred") else find_branch_file(branch, model, weights)
     if file and (head or layer):
         raise ConfigError("--head and --layer are part of a fitted branch: leave them out, or refit.")
     classifier = open_classifier(model, weights, crop, device, pretrained=pretrained)
@@ -89,8 +82,8 @@ def open_network(
     return OpenedNetwork(net, classifier, "sigmoid")
 
 
-def branch_file(branch: str | None, model: str, weights: Path | None) -> Path:
-    """The file that --branch names; CheckpointError if there is none."""
+def find_branch_file(branch: str | None, model: str, weights: Path | None) -> Path:
+    """Return the file that --branch names; CheckpointError if there is none."""
     if branch == "sigmoid" and has_shipped_branch(model, weights):
         return SHIPPED
     if branch == "sigmoid":
@@ -106,5 +99,5 @@ def branch_file(branch: str | None, model: str, weights: Path | None) -> Path:
 
 
 def has_shipped_branch(model: str, weights: Path | None) -> bool:
-    """Whether a fitted branch comes with the classifier."""
+    """Whether a fitted branch is shipped for the classifier."""
     return model == "embedded" and weights is None
