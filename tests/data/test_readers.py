@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sigcam.cli.inspect import open_splits, unreadable
+from sigcam.reports.inspection import open_splits, unreadable
 from sigcam.cli.main import main
 from sigcam.core.errors import DataError
 from sigcam.data.readers.ilsvrc import read_notes

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sigcam.cli.inspect import unreadable
+from sigcam.reports.inspection import unreadable
 from sigcam.core.errors import DataError
 from sigcam.data.masks import open_masks, resize_mask
 from sigcam.data.readers.wsol import wsol

@@ -85,7 +85,7 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show how a classifier is split (head, layer, map size) and what a data set holds."""
-    from sigcam.cli.inspect import inspect_data, model_facts
+    from sigcam.reports.inspection import inspect_data, model_facts
     from sigcam.core.errors import DataError
 
     facts: dict[str, Any] = {}
@@ -395,7 +395,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Do the whole job offline: make data, train a classifier, fit a branch, draw and measure maps."""
-    from sigcam.cli.demo import run_demo
+    from sigcam.reports.demo import run_demo
 
     with progress_bar() as progress:
         table = run_demo(

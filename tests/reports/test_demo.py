@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 import sigcam
-from sigcam.cli.demo import SHOWN, run_demo
+from sigcam.reports.demo import SHOWN, run_demo
 from sigcam.models.classifier import load_classifier
 
 
