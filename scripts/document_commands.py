@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from sigcam.cli.app import app
+from sigcam.cli.app import build_app
 
 HERE = "<!-- every command -->"
 
@@ -19,7 +19,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def commands() -> Iterator[tuple[str, Any]]:
     """Each command's words, as they are typed, and the command."""
-    yield from _below("sigcam", typer.main.get_command(app))
+    yield from _below("sigcam", typer.main.get_command(build_app()))
 
 
 def _below(words: str, group: Any) -> Iterator[tuple[str, Any]]:

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from sigcam.cli.fit import read_features
 from sigcam.core.config import FitConfig
 from sigcam.data.labels import match_classes
 from sigcam.data.registry import open_dataset
 from sigcam.evaluation.evaluator import evaluate
 from sigcam.network.opening import SHIPPED, open_network
 from sigcam.training.branch import fit
+from sigcam.training.features_file import read_features
 
 CONFIG = FitConfig(prior="softmax", views=2)
 

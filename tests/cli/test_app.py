@@ -238,7 +238,8 @@ def test_an_unusable_device_is_refused(monkeypatch, place, capsys):
 
 def test_help_and_import_load_no_torch():
     code = (
-        "import sys, sigcam; from sigcam.cli.app import app; app(['--help'], standalone_mode=False); "
+        "import sys, sigcam; from sigcam.cli.app import build_app; "
+        "build_app()(['--help'], standalone_mode=False); "
         "print('torch' in sys.modules)"
     )
     done = subprocess.run(
@@ -316,7 +317,7 @@ def test_a_branch_that_was_never_fitted_is_refused(monkeypatch, place, capsys):
 
 
 def test_explain_goes_on_where_it_was_stopped(monkeypatch, place, capsys):
-    from sigcam.cli import explain as picturing
+    from sigcam.methods import folder as picturing
 
     whole, real, seen = place / "whole", picturing.explain, list[int]()
     words = ("explain", place / "data", "--model", spec(place), "--branch", "centred", "--batch-size", 2)
@@ -331,8 +332,7 @@ def test_explain_goes_on_where_it_was_stopped(monkeypatch, place, capsys):
     monkeypatch.setattr(picturing, "explain", counted)
     assert run(monkeypatch, *words, "--output", place / "part") == 130
     assert not (place / "part" / "explanation.json").exists()
-    with (place / "part" / ".explain.jsonl").open("a") as file:
-        file.write('{"image": "cut o')  # a kill in the middle of a line
+    assert (place / "part" / ".explain.checkpoint").is_file()
     (place / "again").touch()
     assert run(monkeypatch, *words, "--output", place / "part") == 0
     rows = [json.loads((folder / "explanation.json").read_text()) for folder in (whole, place / "part")]

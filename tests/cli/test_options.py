@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from sigcam.cli.console import progress_bar
-from sigcam.cli.options import options_of
+from sigcam.cli.options import OutputOptions, with_options
 from sigcam.core.errors import DataError
 
 
@@ -34,16 +37,21 @@ class Settings:
     times: Literal[1, 2] = 1
 
 
+@dataclass(frozen=True)
+class DoOptions:
+    name: str = "x"
+    config: Settings = Settings()
+
+
 def called(*words: str) -> Settings:
     app, seen = typer.Typer(), list[Settings]()
 
-    @app.command()
-    @options_of(Settings)
-    def do(name: str = "x", *, config: Settings) -> None:
+    def do(options: DoOptions) -> None:
         """Does it."""
-        assert name == "x"
-        seen.append(config)
+        assert options.name == "x"
+        seen.append(options.config)
 
+    app.command()(with_options(do))
     result = CliRunner().invoke(app, list(words), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return seen[0] if seen else Settings(often=-1)
@@ -59,13 +67,12 @@ def test_defaults_are_the_dataclass_own_and_every_field_can_be_set() -> None:
 def test_help_is_the_docstrings() -> None:
     app = typer.Typer()
 
-    @app.command()
-    @options_of(Settings)
-    def do(*, config: Settings) -> None:
+    def do(config: Settings) -> None:
         """Does it."""
 
+    app.command()(with_options(do))
     said = " ".join(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output.split())
-    for sentence in ("Does it.", "which of two.", 'how much, or "auto" if nobody knows.', "how many times."):
+    for sentence in ("Does it.", "Which of two.", 'How much, or "auto" if nobody knows.', "How many times."):
         assert sentence in said
 
 
@@ -91,3 +98,21 @@ def test_a_stage_that_comes_again_is_timed_anew_and_its_end_told_once(
         for done in (1, 4, 4, 1, 4):
             progress("features", done, 4)
     assert capsys.readouterr().err.splitlines() == ["features: 4 of 4, 50 s", "features: 4 of 4, 3 s"]
+
+
+def test_a_shared_option_keeps_its_help_where_a_command_has_another_default() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Other(OutputOptions):
+        output: Path = Path("there")
+
+    parameter = inspect.signature(with_options(_command_of(Other))).parameters["output"]
+    assert parameter.default == Path("there")
+    assert parameter.annotation.__metadata__[0].help == "Folder to write to."
+
+
+def _command_of(options: type[Any]) -> Callable[[Any], None]:
+    def command(options: Any) -> None:
+        """Does it."""
+
+    command.__annotations__["options"] = options
+    return command

@@ -15,7 +15,7 @@ import typer
 from torch.utils.data import TensorDataset
 
 import sigcam
-from sigcam.cli.app import app
+from sigcam.cli.app import build_app
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
@@ -82,7 +82,7 @@ NAMED = [
 
 def found(words: list[str]) -> tuple[Any, str, list[str]]:
     """The command that the words name, its name, and the words left."""
-    command: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(build_app())
     name = "sigcam"
     while hasattr(command, "commands"):
         assert words and words[0] in command.commands, f"{name} has no command {words[:1]}"

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sigcam.reports.inspection import open_splits, unreadable
 from sigcam.cli.main import main
 from sigcam.core.errors import DataError
 from sigcam.data.readers.ilsvrc import read_notes
 from sigcam.data.registry import READERS, guess_format, open_dataset
 from sigcam.data.sample import Samples
 from sigcam.drawing.contact_sheet import annotated, contact_sheet
+from sigcam.reports.inspection import open_splits, unreadable
 
 RED, YELLOW = (229, 57, 53), (255, 235, 59)
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sigcam.reports.inspection import unreadable
 from sigcam.core.errors import DataError
 from sigcam.data.masks import open_masks, resize_mask
 from sigcam.data.readers.wsol import wsol
 from sigcam.data.registry import READERS, guess_format, open_dataset
 from sigcam.data.sample import Samples
+from sigcam.reports.inspection import unreadable
 
 PICTURES = {"a/1.png": (40, 30), "a/2.png": (50, 20), "b c/3.png": (30, 30)}
 TEXTS = {

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 import sigcam
-from sigcam.reports.demo import SHOWN, run_demo
 from sigcam.models.classifier import load_classifier
+from sigcam.reports.demo import SHOWN, run_demo
 
 
 @pytest.mark.slow

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import sigcam
 from sigcam.cli.main import main
-from sigcam.cli.train import open_val
 from sigcam.core.config import TrainConfig
 from sigcam.core.errors import DataError, ModelError
 from sigcam.data.readers.folder import folder
+from sigcam.data.registry import open_validation_data
 from sigcam.data.sample import Samples
 from sigcam.models.classifier import Classifier, load_classifier, save_classifier
 from sigcam.models.preprocess import Preprocess
@@ -380,14 +380,15 @@ def test_an_unreadable_picture_is_left_out_and_named(
 def test_accuracy_is_measured_on_a_val_split_and_never_on_test(place: Path):
     data = place / "data"
     train = folder(data)
-    found = open_val(str(data), None, train)
+    found = open_validation_data(str(data), None, train)
     assert found is not None and {sample.id.split("/")[0] for sample in found} == {"val"}
     only_test = place / "two"
     paint(only_test / "train", 2)
     paint(only_test / "test", 2)
-    assert open_val(str(only_test), None, folder(only_test)) is None
-    assert open_val(str(data / "train"), None, folder(data / "train")) is None  # one split, whatever its name
-    assert open_val("shapes:4", None, sigcam.data.open_dataset("shapes:4")) is not None
+    assert open_validation_data(str(only_test), None, folder(only_test)) is None
+    one_split = folder(data / "train")  # whatever its name
+    assert open_validation_data(str(data / "train"), None, one_split) is None
+    assert open_validation_data("shapes:4", None, sigcam.data.open_dataset("shapes:4")) is not None
 
 
 def test_a_wsol_folder_without_val_lists_has_no_validation(tmp_path: Path):
@@ -399,7 +400,7 @@ def test_a_wsol_folder_without_val_lists_has_no_validation(tmp_path: Path):
         (at / "image_ids.txt").write_text("\n".join(ids) + "\n")
         (at / "class_labels.txt").write_text("".join(f"{each},{k}\n" for k, each in enumerate(ids)))
     train = sigcam.data.open_dataset(tmp_path)
-    assert open_val(str(tmp_path), None, train) is None
+    assert open_validation_data(str(tmp_path), None, train) is None
 
 
 def test_a_trained_backbone_of_the_paper_loads_and_attaches(tmp_path: Path):

@@ -1,113 +1,199 @@
-"""What `sigcam evaluate` does: open the data and the maps or the network, evaluate, write what was found."""
+"""`sigcam evaluate`: measure maps on annotated images."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
 import typer
 
 from sigcam.cli.console import progress_bar, show_skips, show_table
-from sigcam.core.distributed import process_group, rank
-from sigcam.core.errors import DataError
+from sigcam.cli.options import (
+    BatchOptions,
+    DataOptions,
+    DeviceOptions,
+    JsonOptions,
+    LayerOptions,
+    ModelOptions,
+    OutputOptions,
+    ReportOptions,
+    SkipOptions,
+    ThreadOptions,
+    option,
+)
+from sigcam.core.errors import ConfigError
 from sigcam.core.files import check_writable, write_text_atomic
 from sigcam.core.manifest import write_manifest
-from sigcam.core.types import Progress
-from sigcam.data.labels import check_disjoint
-from sigcam.data.readers.wsol import wsol
-from sigcam.data.registry import guess_format, open_dataset
-from sigcam.data.sample import Samples
-from sigcam.evaluation.curves import Curves, curves_of
-from sigcam.evaluation.evaluator import evaluate, evaluate_maps
-from sigcam.evaluation.examples import collect_examples
-from sigcam.evaluation.result import Result
-from sigcam.methods.map_config import MapConfig
-from sigcam.network.dual import DualBranch
-from sigcam.network.opening import find_branch_file, has_shipped_branch, open_network
-from sigcam.reports.evaluation_report import evaluation_page
-from sigcam.reports.html import require_report_extra
+
+if TYPE_CHECKING:
+    from sigcam.core.types import Progress
+    from sigcam.data.sample import Samples
+    from sigcam.evaluation.result import Result
+    from sigcam.network.dual import DualBranch
 
 
-@dataclass(frozen=True)
-class EvaluateOptions:
-    """The command's options; lists are comma-separated."""
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(
+    DataOptions,
+    ModelOptions,
+    OutputOptions,
+    BatchOptions,
+    DeviceOptions,
+    ThreadOptions,
+    SkipOptions,
+    LayerOptions,
+    ReportOptions,
+    JsonOptions,
+):
+    """Options of `sigcam evaluate`; lists are comma-separated."""
 
-    data: str
-    format: str | None
-    split: str
-    val_split: str | None
-    limit: int | None
-    maps: Path | None
-    model: str
-    weights: Path | None
-    branch: str
-    branches: str | None
-    method: str
-    metrics: str | None
-    scorer: str
-    intervals: bool
-    head: str | None
-    layer: str | None
-    output: Path
-    batch_size: int
-    workers: int
-    device: str
-    report: bool
-    skip_unreadable: bool
+    data: str = option("Annotated images: a WSOL metadata folder, or `shapes`.")
+    maps: Path | None = option("Score this folder of .npy or .png maps, named by image id.", None)
+    split: str = option("Split of the data.", "test")
+    branch: str = option("File of a fitted branch.", "")
+    branches: str | None = option("Some of softmax,sigmoid,centred; default: two of them.", None)
+    method: str = option("Methods: cam,grad-cam, ...", "grad-cam")
+    metrics: str | None = option("Metrics: max_box_acc_v2,pxap, ...", None)
+    scorer: str = option("Heads that score confidence: softmax,sigmoid,branch or some of them.", "softmax")
+    val_split: str | None = option("Also choose thresholds on this split.", None)
+    limit: int | None = option("Number of images: the first N only.", None, min=1)
+    intervals: bool = option("95 % bootstrap intervals.", False)
+    output: Path = Path("evaluation")
+
+    @property
+    def source(self) -> dict[str, str]:
+        """What drew the maps."""
+        if self.maps:
+            return {"maps": str(self.maps)}
+        return {"model": self.model, "branch": self.branch}
 
 
-class Measured(NamedTuple):
-    """A result, and the network that drew the maps; None where others drew them."""
+def evaluate_command(options: EvaluateOptions) -> None:
+    """Measure maps on annotated images: maps in a folder, or maps that a network draws."""
+    import torch
 
-    result: Result
-    net: DualBranch | None
-    samples: Samples
+    from sigcam.core.distributed import process_group, rank
+    from sigcam.evaluation.curves import curves_of
+    from sigcam.evaluation.examples import collect_examples
+    from sigcam.reports.evaluation_report import evaluation_page
+    from sigcam.reports.html import require_report_extra
 
-
-def measure_and_report(options: EvaluateOptions, threads: int | None, as_json: bool) -> None:
-    """Measures, with the other processes if torchrun started some; the first one writes and prints."""
     if options.report:
         require_report_extra()
-    if threads:
-        torch.set_num_threads(threads)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     with process_group(options.device) as device:
-        options = replace(options, device=device)
+        o = replace(options, device=device)
         with progress_bar(quiet=rank() > 0) as progress:
-            found = measure(options, progress)
+            net: DualBranch | None = None
+            if o.maps:
+                result = _evaluate_folder(o, o.maps, progress)
+            else:
+                net, samples, result = _evaluate_network(o, progress)
             if rank() == 0:
-                write_results(found.result, options)
-            curves = curves_of(found.result) if options.report else None
+                _write_results(result, o)
+            curves = curves_of(result) if o.report else None  # computed by all processes together
             if curves and rank() == 0:
-                write_report(found, curves, options, progress)
+                examples = None
+                if net is not None:
+                    loading: Any = {"batch_size": o.batch_size, "workers": o.workers, "progress": progress}
+                    examples = collect_examples(net, samples, result, **loading)
+                facts = {**o.source, "data": o.data, "split": o.split}
+                page = evaluation_page(result, curves, examples, [item for item in facts.items() if item[1]])
+                write_text_atomic(o.output / "report.html", page)
         if rank() == 0:
-            show(found.result, options, as_json)
+            _show(result, o)
 
 
-def measure(options: EvaluateOptions, progress: Progress) -> Measured:
-    """The result that the options ask for; nothing is written."""
-    if options.maps is None:
-        return _measure_network(options, progress)
-    if options.weights or options.branch or options.branches or options.val_split:
-        raise DataError("--maps are scored without a network: leave --weights, --branch and --val-split out.")
-    return _measure_maps(options, options.maps, progress)
+def _evaluate_folder(options: EvaluateOptions, maps: Path, progress: Progress) -> Result:
+    """Evaluate a folder of maps; images are not needed where the metadata has their sizes."""
+    from sigcam.core.distributed import rank
+    from sigcam.data.readers.wsol import wsol
+    from sigcam.data.registry import guess_format, open_dataset
+    from sigcam.evaluation.evaluator import evaluate_maps
 
-
-def write_results(result: Result, options: EvaluateOptions) -> None:
-    """Writes results.json and manifest.json."""
-    output = options.output
-    write_text_atomic(output / "results.json", result.to_json() + "\n")
-    drawn = (
-        {"maps": str(options.maps)} if options.maps else {"model": options.model, "branch": options.branch}
+    o = options
+    if o.weights or o.branch or o.branches or o.val_split:
+        raise ConfigError(
+            "--maps are scored without a network: leave --weights, --branch and --val-split out."
+        )
+    if (o.format or guess_format(o.data)) == "wsol":
+        samples = wsol(o.data, split=o.split, pictures=False)
+        if any(sample.size is None for sample in samples):
+            samples = wsol(o.data, split=o.split)
+    else:
+        samples = open_dataset(o.data, format=o.format, split=o.split)
+    if rank() == 0:
+        check_writable(o.output)
+    return evaluate_maps(
+        maps,
+        samples[: o.limit],
+        metrics=_words(o.metrics),
+        intervals=o.intervals,
+        extra=o.limit is not None,
+        progress=progress,
     )
+
+
+def _evaluate_network(options: EvaluateOptions, progress: Progress) -> tuple[DualBranch, Samples, Result]:
+    """Evaluate the maps of a network: by default of both heads or, without a fitted branch, of the softmax
+    head, unaltered and centred."""
+    from sigcam.core.distributed import rank
+    from sigcam.data.labels import check_disjoint
+    from sigcam.data.registry import open_dataset
+    from sigcam.evaluation.evaluator import evaluate
+    from sigcam.network.opening import find_branch_file, has_shipped_branch, open_network
+
+    o, metrics = options, _words(options.metrics)
+    shipped = has_shipped_branch(o.model, o.weights) and not (o.head or o.layer)
+    branch = o.branch or ("sigmoid" if shipped else None)
+    branches: Any = _words(o.branches)
+    if not branches:
+        only_head = branch in ("softmax", "centred")
+        branches = [branch] if only_head else ["softmax", "sigmoid" if branch else "centred"]
+    if "sigmoid" in branches:
+        branch = o.branch or "sigmoid"
+        find_branch_file(branch, o.model, o.weights)  # raises if no branch is fitted
+    thresholds = [name for name in metrics or ["max_box_acc_v2"] if name.startswith("max_box_acc")]
+    if o.val_split and not thresholds:
+        raise ConfigError("--val-split chooses thresholds for max_box_acc and max_box_acc_v2: measure one.")
+    samples = open_dataset(o.data, format=o.format, split=o.split)[: o.limit]
+    val_samples: Samples | None = None
+    if o.val_split:
+        val_samples = open_dataset(o.data, format=o.format, split=o.val_split)
+        why = f"are in split {o.split} too: thresholds must come from other images than those measured."
+        check_disjoint(val_samples, samples, why)
+    if rank() == 0:
+        check_writable(o.output)
+    net = open_network(o.model, o.weights, branch, head=o.head, layer=o.layer, device=o.device).net
+    settings: Any = {
+        "methods": _words(o.method) or ["grad-cam"],
+        "branches": branches,
+        "batch_size": o.batch_size,
+        "workers": o.workers,
+        "scorers": _words(o.scorer) or ["softmax"],
+        "skip_unreadable": o.skip_unreadable,
+        "progress": progress,
+    }
+    unfinished, val = o.output / "unfinished", None
+    if val_samples is not None:
+        path = unfinished.with_suffix(".val")
+        val = evaluate(net, val_samples, metrics=thresholds, unfinished=path, **settings)
+    result = evaluate(
+        net, samples, metrics=metrics, intervals=o.intervals, val=val, unfinished=unfinished, **settings
+    )
+    return net, samples, result
+
+
+def _write_results(result: Result, options: EvaluateOptions) -> None:
+    write_text_atomic(options.output / "results.json", result.to_json() + "\n")
     write_manifest(
-        output,
+        options.output,
         data=options.data,
         split=options.split,
         limit=options.limit,
-        **drawn,
+        **options.source,
         about=result.about,
         left_out=result.left_out,
         skipped=result.skipped,
@@ -115,9 +201,8 @@ def write_results(result: Result, options: EvaluateOptions) -> None:
     )
 
 
-def show(result: Result, options: EvaluateOptions, as_json: bool) -> None:
-    """Prints the table or the JSON."""
-    if as_json:
+def _show(result: Result, options: EvaluateOptions) -> None:
+    if options.json:
         typer.echo(result.to_json())
         return
     for header, rows in result.blocks():
@@ -129,95 +214,6 @@ def show(result: Result, options: EvaluateOptions, as_json: bool) -> None:
     typer.echo(f"{written} and manifest.json are in {options.output}")
 
 
-def write_report(found: Measured, curves: Curves, options: EvaluateOptions, progress: Progress) -> None:
-    """Writes report.html; of what a network drew, with a look at some images."""
-    seen = None
-    if found.net is not None:
-        how: Any = {"batch_size": options.batch_size, "workers": options.workers, "progress": progress}
-        seen = collect_examples(found.net, found.samples, found.result, **how)
-    drawn = ("maps", str(options.maps)) if options.maps else ("model", options.model)
-    facts = [drawn, ("data", options.data), ("split", options.split)]
-    facts += [("branch", options.branch)] if options.branch else []
-    write_text_atomic(options.output / "report.html", evaluation_page(found.result, curves, seen, facts))
-
-
-def _measure_maps(options: EvaluateOptions, maps: Path, progress: Progress) -> Measured:
-    """The result of a folder of maps; pictures are not needed where metadata gives their sizes."""
-    data, split = options.data, options.split
-    if (options.format or guess_format(data)) == "wsol":
-        samples = wsol(data, split=split, pictures=False)
-        if any(sample.size is None for sample in samples):
-            samples = wsol(data, split=split)
-    else:
-        samples = open_dataset(data, format=options.format, split=split)
-    if rank() == 0:
-        check_writable(options.output)
-    samples = _first(samples, options.limit)
-    result = evaluate_maps(
-        maps,
-        samples,
-        metrics=_words(options.metrics),
-        intervals=options.intervals,
-        extra=options.limit is not None,
-        progress=progress,
-    )
-    return Measured(result, None, samples)
-
-
-def _measure_network(options: EvaluateOptions, progress: Progress) -> Measured:
-    """The result of what a network draws: by default from both heads or, without a fitted branch, from the
-    softmax head as it is and centred."""
-    branch, metrics = options.branch, _words(options.metrics)
-    shipped = has_shipped_branch(options.model, options.weights)
-    fitted = branch not in ("", "softmax", "centred", "sigmoid") or (shipped and branch in ("", "sigmoid"))
-    fitted = fitted and not (options.head or options.layer) if branch == "" else fitted
-    alone = [branch] if branch in ("softmax", "centred") else ["softmax", "sigmoid" if fitted else "centred"]
-    branches: Any = _words(options.branches) or alone
-    methods = _words(options.method) or ["grad-cam"]
-    for method in methods:
-        for source in branches:
-            MapConfig(method, source).checked()
-    if fitted or branch == "sigmoid" or "sigmoid" in branches:
-        find_branch_file(branch or "sigmoid", options.model, options.weights)
-        if options.head or options.layer:
-            raise DataError("--head and --layer are part of a fitted branch: leave them out, or refit.")
-    thresholds = [name for name in metrics or ["max_box_acc_v2"] if name.startswith("max_box_acc")]
-    if options.val_split and not thresholds:
-        raise DataError("--val-split chooses thresholds for max_box_acc and max_box_acc_v2: measure one.")
-    samples = _first(open_dataset(options.data, format=options.format, split=options.split), options.limit)
-    held: Samples | None = None
-    if options.val_split:
-        held = open_dataset(options.data, format=options.format, split=options.val_split)
-        why = f"are in split {options.split} too: thresholds must come from other images than those measured."
-        check_disjoint(held, samples, why)
-    if rank() == 0:
-        check_writable(options.output)
-    named = (branch or "sigmoid") if fitted else None
-    place: Any = {"head": options.head, "layer": options.layer, "device": options.device}
-    net = open_network(options.model, options.weights, named, **place).net
-    how: Any = {
-        "methods": methods,
-        "branches": branches,
-        "batch_size": options.batch_size,
-        "workers": options.workers,
-        "scorers": _words(options.scorer) or ["softmax"],
-        "skip_unreadable": options.skip_unreadable,
-        "progress": progress,
-    }
-    kept = options.output / "unfinished"
-    val = None
-    if held is not None:
-        val = evaluate(net, held, metrics=thresholds, unfinished=kept.with_suffix(".val"), **how)
-    result = evaluate(
-        net, samples, metrics=metrics, intervals=options.intervals, val=val, unfinished=kept, **how
-    )
-    return Measured(result, net, samples)
-
-
-def _first(samples: Samples, limit: int | None) -> Samples:
-    return samples if limit is None else samples[:limit]
-
-
-def _words(text: str | None) -> Sequence[str] | None:
-    """The names in a comma-separated list."""
+def _words(text: str | None) -> list[str] | None:
+    """Return the words of a comma-separated list; None if there are none."""
     return [word.strip() for word in (text or "").split(",") if word.strip()] or None

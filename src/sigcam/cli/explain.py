@@ -1,105 +1,134 @@
-"""What `sigcam explain` does: open pictures and a network, draw maps batch by batch, go on after a kill."""
+"""`sigcam explain`: draw evidence maps of images."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from PIL import Image
 
 from sigcam.cli.console import progress_bar, show_maps, show_skips
-from sigcam.core.errors import DataError
+from sigcam.cli.options import (
+    BatchOptions,
+    CropOptions,
+    DataOptions,
+    DeviceOptions,
+    JsonOptions,
+    LayerOptions,
+    ModelOptions,
+    OutputOptions,
+    ReportOptions,
+    option,
+)
+from sigcam.core.errors import ConfigError, DataError
 from sigcam.core.files import check_writable, write_text_atomic
 from sigcam.core.manifest import write_manifest
-from sigcam.data.fingerprint import data_fingerprint
-from sigcam.data.images import images_from_paths as open_pictures
-from sigcam.data.maps import map_names
-from sigcam.data.registry import open_dataset
-from sigcam.data.sample import Sample, Samples
-from sigcam.methods.explainer import explain
-from sigcam.methods.explanation import Explanation
-from sigcam.methods.map_config import MapConfig
-from sigcam.models.state_dict import fingerprint
-from sigcam.network.dual import DualBranch
-from sigcam.network.opening import find_branch_file, open_network
-from sigcam.reports.explain_report import explain_page
-from sigcam.reports.html import require_report_extra
 
-Row = dict[str, Any]
+if TYPE_CHECKING:
+    from sigcam.network.dual import DualBranch
 
 
-@dataclass(frozen=True)
-class ExplainOptions:
-    """The command's options."""
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions(
+    ModelOptions,
+    DataOptions,
+    OutputOptions,
+    BatchOptions,
+    DeviceOptions,
+    LayerOptions,
+    CropOptions,
+    ReportOptions,
+    JsonOptions,
+):
+    """Options of `sigcam explain`."""
 
-    images_from_paths: Sequence[Path]
-    data: str
-    format: str | None
-    model: str
-    weights: Path | None
-    branch: str
-    method: str
-    target: str
-    layers: str | None
-    zoom: float
-    stride: int | None
-    aug_smooth: bool
-    top_n: int | None
-    classes: str | None
-    scale: str
-    clamp: bool | None
-    threshold: float
-    output: Path
-    batch_size: int
-    workers: int
-    device: str
-    head: str | None
-    layer: str | None
-    crop: bool
-    captions: bool
-    report: bool
+    pictures: list[Path] | None = option("Image files, or folders of them.", None, argument=True)
+    branch: str = option(
+        "File of a fitted branch; or softmax or centred, which need none. The embedded model has a branch.",
+        "sigmoid",
+    )
+    method: str = option("Method: cam, grad-cam, grad-cam++, layer-cam, score-cam, ...", "grad-cam")
+    target: str = option("Score to explain: class, probability or finer-cam.", "class")
+    layers: str | None = option("Fuse the maps of these layers: layer3,layer4.", None)
+    zoom: float = option("Draw maps from the image enlarged by this factor: finer, slower.", 1.0)
+    stride: int | None = option("1: no stride in a CNN's last stage; maps twice as fine.", None)
+    aug_smooth: bool = option("Average over mirror images and brightnesses: six passes.", False)
+    top_n: int | None = option("Number of channels that Score-CAM tries.", None)
+    classes: str | None = option("Class name or number; default: the predicted class.", None, name="--class")
+    scale: str = option("unit: each map from 0 to 1; raw: signed, in logits.", "unit")
+    clamp: bool | None = option("Keep positive weights only.", None)
+    threshold: float = option("Box threshold, as a fraction of the map's maximum.", 0.2, min=0, max=1)
+    captions: bool = option("Write class, scores and a colour bar below each overlay.", False)
+    data: str = option("Folder of class folders, or `shapes:20`.", "")
+    output: Path = Path("maps")
 
 
-def draw_pictures(options: ExplainOptions, as_json: bool) -> None:
-    """Writes overlay, map and scores of every picture that can be read; prints the scores."""
-    o: Any = options
+def explain_command(options: ExplainOptions) -> None:
+    """Draw evidence maps of images: an overlay (PNG), the map (NPY) and the scores (JSON) for each."""
+    from sigcam.data.fingerprint import data_fingerprint
+    from sigcam.data.images import images_from_paths
+    from sigcam.data.registry import open_dataset
+    from sigcam.methods.folder import ExplainConfig, explain_samples
+    from sigcam.models.state_dict import fingerprint
+    from sigcam.network.opening import open_network
+    from sigcam.reports.explain_report import explain_page
+    from sigcam.reports.html import require_report_extra
+
+    o: Any = options  # words such as --target are checked by ExplainConfig
     if o.report:
         require_report_extra()
     if not o.pictures and not o.data:
-        raise DataError("no pictures: give image files or a folder, e.g. `sigcam explain photo.jpg`.")
-    fitted = o.branch not in ("softmax", "centred")
-    source: Any = "sigmoid" if fitted else o.branch
-    MapConfig(o.method, source, o.clamp, o.target, o.scale, top_n=o.top_n).checked()
-    samples = open_pictures(o.pictures) if o.pictures else open_dataset(o.data, format=o.format, split="test")
-    if fitted:
-        find_branch_file(o.branch, o.model, o.weights)
-        if o.head or o.layer:
-            raise DataError("--head and --layer are part of a fitted branch: leave them out, or refit.")
+        raise ConfigError("no pictures: give image files or a folder, e.g. `sigcam explain photo.jpg`.")
+    config = ExplainConfig(
+        method=o.method,
+        branch=o.branch if o.branch in ("softmax", "centred") else "sigmoid",
+        clamp=o.clamp,
+        target=o.target,
+        scale=o.scale,
+        top_n=o.top_n,
+        layers=tuple(o.layers.split(",")) if o.layers else None,
+        zoom=o.zoom,
+        stride=o.stride,
+        aug_smooth=o.aug_smooth,
+    ).checked()
+    if o.pictures:
+        samples = images_from_paths(o.pictures)
+    else:
+        samples = open_dataset(o.data, format=o.format, split="test")
     check_writable(o.output)
-    place = {"head": o.head, "layer": o.layer, "crop": o.crop, "device": o.device}
-    opened = open_network(o.model, o.weights, o.branch, **place)
-    net, classifier = opened.net, opened.classifier
-    journal = Journal.open(o.output, net, samples, options)
-    rows, skipped = _drawn(net, samples, options, source, journal)
-    if not rows:
-        journal.path.unlink()
-        with suppress(OSError):  # others' files are in it
-            o.output.rmdir()
-        raise DataError(f"none of the {len(samples)} pictures could be read; the first: {skipped[0][1]}")
-    write_text_atomic(o.output / "explanation.json", json.dumps(rows, indent=1))
-    if o.report:
-        write_text_atomic(o.output / "report.html", _report(net, samples, options, source, rows, skipped))
+    opened = open_network(
+        o.model, o.weights, o.branch, head=o.head, layer=o.layer, crop=o.crop, device=o.device
+    )
+    net = opened.net
+    with progress_bar() as progress:
+        folder = explain_samples(
+            net,
+            samples,
+            o.output,
+            config,
+            classes=class_index(o.classes, net),
+            threshold=o.threshold,
+            captions=o.captions,
+            batch_size=o.batch_size,
+            workers=o.workers,
+            progress=progress,
+        )
+        rows, skipped = folder.rows, folder.skipped
+        write_text_atomic(o.output / "explanation.json", json.dumps(rows, indent=1))
+        if o.report:
+            softmax = replace(config, branch="softmax", clamp=None).checked()
+            redraw = partial(softmax.explain, net) if config.branch == "sigmoid" else None
+            page = explain_page(
+                rows, folder.maps, samples, net, redraw=redraw, skipped=skipped, progress=progress
+            )
+            write_text_atomic(o.output / "report.html", page)
     write_manifest(
         o.output,
-        model=classifier.name,
+        model=opened.classifier.name,
         model_fingerprint=fingerprint(net.original),
         data_fingerprint=data_fingerprint(samples),
         **{name: getattr(o, name) for name in ("branch", "method", "target", "layers", "zoom", "stride")},
@@ -107,138 +136,18 @@ def draw_pictures(options: ExplainOptions, as_json: bool) -> None:
         skipped=skipped,
         numbers=rows,
     )
-    journal.path.unlink(missing_ok=True)
-    if as_json:
+    folder.checkpoint.remove()
+    if o.json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    show_maps(rows, fitted)
+    show_maps(rows, fitted=config.branch == "sigmoid")
     show_skips(skipped)
     written = "explanation.json and report.html" if o.report else "explanation.json"
     typer.echo(f"{len(rows)} overlay(s), maps and {written} are in {o.output}")
 
 
-def _report(
-    net: DualBranch,
-    samples: Samples,
-    options: ExplainOptions,
-    branch: Any,
-    rows: Sequence[Row],
-    skipped: Sequence[tuple[str, str]],
-) -> str:
-    """The page; where a fitted branch was drawn from, beside the maps of the softmax head."""
-    names = zip(samples, map_names(sample.id for sample in samples), strict=True)
-    maps = {sample.id: options.output / f"{name}.npy" for sample, name in names}
-
-    def redraw(images_from_paths: list[Image.Image], classes: list[int]) -> Explanation:
-        return _explained(net, images_from_paths, options, "softmax", classes, None)
-
-    with progress_bar() as progress:
-        other = redraw if branch == "sigmoid" else None
-        return explain_page(rows, maps, samples, net, redraw=other, skipped=skipped, progress=progress)
-
-
-def _explained(
-    net: DualBranch,
-    images_from_paths: list[Image.Image],
-    options: ExplainOptions,
-    branch: Any,
-    classes: Any,
-    clamp: bool | None,
-) -> Explanation:
-    """Maps as the options ask for them."""
-    o: Any = options
-    return explain(
-        net,
-        images_from_paths,
-        o.method,
-        branch=branch,
-        clamp=clamp,
-        classes=classes,
-        target=o.target,
-        scale=o.scale,
-        layers=o.layers.split(",") if o.layers else None,
-        zoom=o.zoom,
-        stride=o.stride,
-        aug_smooth=o.aug_smooth,
-        top_n=o.top_n,
-    )
-
-
-@dataclass(frozen=True)
-class Journal:
-    """Rows of pictures that are done, in the output folder while there are others to do."""
-
-    path: Path
-    done: dict[str, Row]
-
-    @staticmethod
-    def open(output: Path, net: DualBranch, samples: Samples, options: ExplainOptions) -> Journal:
-        """What an interrupted run of the very same command left; else an empty one."""
-        asked = asdict(options) | {"batch_size": 0, "workers": 0, "device": "", "report": False}
-        facts = (asked, fingerprint(net.original), fingerprint(net.sigmoid), data_fingerprint(samples))
-        key = hashlib.blake2b(json.dumps(facts, default=str).encode(), digest_size=16).hexdigest()
-        path, done = output / ".explain.jsonl", dict[str, Row]()
-        lines = path.read_text().splitlines() if path.is_file() else []
-        if lines[:1] == [key]:
-            for line in lines[1:]:
-                try:
-                    row = json.loads(line)
-                except ValueError:  # cut off by a kill
-                    break
-                done[row["image"]] = row
-        output.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{text}\n" for text in (key, *map(json.dumps, done.values()))))
-        return Journal(path, done)
-
-    def add(self, rows: Sequence[Row]) -> None:
-        """Notes pictures whose files are written."""
-        with self.path.open("a") as file:
-            file.writelines(f"{json.dumps(row)}\n" for row in rows)
-
-
-def _drawn(
-    net: DualBranch, samples: Samples, options: ExplainOptions, branch: Any, journal: Journal
-) -> tuple[list[Row], list[tuple[str, str]]]:
-    """Rows of all pictures in their order, and (id, reason) of those that cannot be read."""
-    o: Any = options
-    index, names = _class_index(o.classes, net), map_names(sample.id for sample in samples)
-    found = dict(journal.done)
-    todo = [i for i, sample in enumerate(samples) if sample.id not in found]
-    skipped, done = list[tuple[str, str]](), len(samples) - len(todo)
-    with progress_bar() as progress, ThreadPoolExecutor(max(o.workers, 1)) as pool:
-        for part in (todo[i : i + o.batch_size] for i in range(0, len(todo), o.batch_size)):
-            opened = list(pool.map(_opened, [samples[i] for i in part]))
-            skipped += [
-                (samples[i].id, why) for i, why in zip(part, opened, strict=True) if isinstance(why, str)
-            ]
-            good = [(i, p) for i, p in zip(part, opened, strict=True) if not isinstance(p, str)]
-            if good:
-                ex = _explained(net, [picture for _, picture in good], options, branch, index, o.clamp)
-                boxes = [{"box": box[0].tolist(), "threshold": o.threshold} for box in ex.boxes(o.threshold)]
-                made = [
-                    {"image": samples[i].id, **row, **box}
-                    for (i, _), row, box in zip(good, ex.rows(), boxes, strict=True)
-                ]
-                written = [names[i] for i, _ in good]
-                ex.save(o.output, written, threshold=o.threshold, captions=o.captions, scores=False)
-                journal.add(made)
-                found.update({row["image"]: row for row in made})
-            done += len(part)
-            if found:
-                progress("maps", done, len(samples))
-    return [found[sample.id] for sample in samples if sample.id in found], skipped
-
-
-def _opened(sample: Sample) -> Image.Image | str:
-    """The picture, or why there is none."""
-    try:
-        return sample.open()
-    except (DataError, OSError) as error:
-        return str(error)
-
-
-def _class_index(name: str | None, net: DualBranch) -> int | None:
-    """The index of the class that --class gives by name or number."""
+def class_index(name: str | None, net: DualBranch) -> int | None:
+    """Return the index of the class that --class gives by name or number."""
     names = net.class_names or ()
     if name is None or name in names:
         return None if name is None else names.index(name)

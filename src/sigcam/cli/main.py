@@ -7,15 +7,15 @@ from typing import Any
 
 import typer
 
-from sigcam.cli.app import app
+from sigcam.cli.app import build_app
 from sigcam.core.errors import SigcamError
 
 
 def main() -> None:
-    """Runs the command; bad input ends with one line and exit code 2, never a traceback."""
-    usage_error: Any = typer.BadParameter.__mro__[2]  # ClickException, wherever this typer keeps its click
+    """Run the command that was typed; errors of the user end in one line and exit code 2."""
+    usage_error: Any = typer.BadParameter.__mro__[2]  # ClickException, of the click that typer uses
     try:
-        status = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        status = build_app()(sys.argv[1:] or ["--help"], standalone_mode=False)
         raise SystemExit(status if isinstance(status, int) else 0)
     except usage_error as error:
         fail(f"{error.format_message()} See sigcam --help.")
@@ -32,6 +32,6 @@ def main() -> None:
 
 
 def fail(message: str) -> None:
-    """One line to stderr, exit code 2."""
+    """Print one line to stderr and exit with code 2."""
     print(f"sigcam: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)

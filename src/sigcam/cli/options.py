@@ -1,90 +1,206 @@
-"""Command-line options made from the fields of a settings dataclass, so that a default exists once."""
+"""Command-line options made from dataclasses, so that an option's name, type, default and help exist once."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from sigcam.core.errors import DataError
+from sigcam.core.errors import ConfigError
 
 
-def options_of(settings: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command an option for every field of `settings`, and passes them as the argument `config`."""
-    hints, helps = get_type_hints(settings), _helps(settings)
+def option(help: str, default: Any = MISSING, **settings: Any) -> Any:
+    """Return a dataclass field with help; `settings` are `name`, `argument` and what `typer.Option` takes."""
+    return field(default=default, metadata={"help": help, **settings})
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        def run(**given: Any) -> None:
-            chosen = {field.name: given.pop(field.name) for field in fields(settings)}
-            parsed = {name: _parsed(name, value, hints[name]) for name, value in chosen.items()}
-            command(**given, config=settings(**parsed))
 
-        own = inspect.signature(command, eval_str=True)
-        made = [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=_shown(field.default, hints[field.name]),
-                annotation=Annotated[_asked(hints[field.name]), typer.Option(help=helps.get(field.name))],
-            )
-            for field in fields(settings)
-            if field.default is not MISSING
-        ]
-        kept = [p.replace(kind=p.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "config"]
-        run.__signature__ = inspect.Signature([*kept, *made])  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in (*kept, *made)}
-        run.__doc__, run.__name__ = command.__doc__, command.__name__
-        return run
+# ------------------------------------------------------------------- options that several commands have
 
-    return decorate
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    model: str = option(
+        "Classifier: timm:NAME, torchvision:NAME, hf:NAME, wsol:NAME, file:PATH.py:FUNCTION or embedded.",
+        "embedded",
+    )
+    weights: Path | None = option("Weights of the classifier: .safetensors or .pth.", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOptions:
+    head: str | None = option("Module that returns the logits, if it is not found.", None)
+    layer: str | None = option("Module whose output the maps are made of.", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CropOptions:
+    crop: bool = option("Crop images as the model's own preprocessing does; default: squash.", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    data: str = option("Folder with one folder of images per class, or `shapes`.")
+    format: str | None = option("Layout of the data; guessed if not given.", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    output: Path = option("Folder to write to.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    device: str = option("Device to run on: cpu, cuda, cuda:1 or mps.", "cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadOptions:
+    threads: int | None = option("Threads of torch, per process.", None, min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    workers: int = option("Processes that decode images.", 0, min=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(WorkerOptions):
+    batch_size: int = option("Images per pass.", 16, min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkipOptions:
+    skip_unreadable: bool = option("Skip images that cannot be read.", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    cache: Path | None = option("Folder of cached features; default: $SIGCAM_CACHE.", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedOptions:
+    seed: int = option("Random seed.", 0, min=0, max=2**63 - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    report: bool = option("Also write report.html, a page with everything in one file.", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonOptions:
+    json: bool = option("Print JSON instead of a table.", False)
+
+
+# ------------------------------------------------------------------------------- from dataclass to options
+
+
+def with_options(command: Callable[[Any], None]) -> Callable[..., None]:
+    """Return the command as typer takes it, with one keyword argument per option.
+
+    Args:
+        command: a function of one dataclass. Each field is an option, with the help that `option` or the
+            `Args:` of the docstring gives it; the fields of a nested dataclass are options too.
+    """
+    ((_, options),) = [item for item in get_type_hints(command).items() if item[0] != "return"]
+
+    def run(**values: Any) -> None:
+        command(_build(options, values))
+
+    parameters = list(_parameters(options))
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__doc__, run.__name__ = command.__doc__, command.__name__
+    return run
+
+
+def _parameters(options: type[Any], nested: bool = False) -> Iterator[inspect.Parameter]:
+    """Yield one parameter per option: the command's own, those it shares, those of nested dataclasses."""
+    types, helps = get_type_hints(options), _helps(options)
+    order = [name for cls in options.__mro__ for name in inspect.get_annotations(cls)]
+    by_name = {each.name: each for each in fields(options)}
+    inner = [name for name in by_name if is_dataclass(types[name])]
+    for name in dict.fromkeys(order):
+        if name in inner:
+            continue
+        settings = {"help": helps.get(name), **_settings(options, name)}
+        make = typer.Argument if settings.pop("argument", False) else typer.Option
+        names = [settings.pop("name")] if "name" in settings else []
+        default = by_name[name].default
+        if types[name] is bool and default is False and not nested:
+            names = names or [f"--{name.replace('_', '-')}"]  # a switch without a --no- form
+        info: Any = make(*names, **settings)
+        yield inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if default is MISSING else _shown(default, types[name]),
+            annotation=Annotated[_parsed_type(types[name]), info],
+        )
+    for name in inner:
+        yield from _parameters(types[name], nested=True)
+
+
+def _settings(options: type[Any], name: str) -> dict[str, Any]:
+    """Return what `option` says of a field: in the class itself, else in the first base class that does."""
+    declared = (cls.__dict__.get("__dataclass_fields__", {}).get(name) for cls in options.__mro__)
+    known: list[Field[Any]] = [each for each in declared if each is not None and each.metadata]
+    return dict(known[0].metadata) if known else {}
+
+
+def _build(options: type[Any], values: dict[str, Any]) -> Any:
+    """Return the dataclass that the values of all options make."""
+    types = get_type_hints(options)
+    return options(
+        **{
+            each.name: _build(types[each.name], values)
+            if is_dataclass(types[each.name])
+            else _parse(each.name, values[each.name], types[each.name])
+            for each in fields(options)
+        }
+    )
 
 
 def _choices(hint: Any) -> list[Any]:
-    """The values that a type names."""
+    """Return the values that a type names."""
     parts = [hint, *get_args(hint)]
     return [value for part in parts if get_origin(part) is Literal for value in get_args(part)]
 
 
-def _asked(hint: Any) -> Any:
-    """The type that the option is read as: words where a number may be one."""
-    if hint is bool or hint is int or hint is float or hint is str:
-        return hint
-    choices = _choices(hint)
-    if choices:
-        return str
-    return hint  # a number or nothing
+def _parsed_type(hint: Any) -> Any:
+    """Return the type that typer parses: a string where some values are words."""
+    return str if _choices(hint) else hint
 
 
 def _shown(default: Any, hint: Any) -> Any:
-    return str(default) if _asked(hint) is str else default
+    return str(default) if _choices(hint) else default
 
 
-def _parsed(name: str, value: Any, hint: Any) -> Any:
-    """The option's text as the field's type."""
-    if _asked(hint) is not str or hint is str:
+def _parse(name: str, value: Any, hint: Any) -> Any:
+    """Return an option's value as the field's type."""
+    choices = {str(choice): choice for choice in _choices(hint)}
+    if not choices:
         return value
-    choices = _choices(hint)
-    named = {str(choice): choice for choice in choices}
-    if value in named:
-        return named[value]
+    if value in choices:
+        return choices[value]
     numbers = [t for t in get_args(hint) if t in (int, float)]
     try:
         return numbers[0](value)
     except (ValueError, IndexError):
-        words = " or ".join([*named, *(["a number"] if numbers else [])])
-        raise DataError(f"--{name.replace('_', '-')} takes {words}, not {value!r}.") from None
+        words = " or ".join([*choices, *(["a number"] if numbers else [])])
+        raise ConfigError(f"--{name.replace('_', '-')} takes {words}, not {value!r}.") from None
 
 
-def _helps(settings: type[Any]) -> dict[str, str]:
-    """The sentence on each field in the class's docstring."""
-    text = inspect.getdoc(settings) or ""
-    _, _, described = text.partition("Args:\n")
-    found = dict[str, str]()
-    for names, sentence in re.findall(r"^ {4}([a-z0-9_, ]+): (.+(?:\n {8}.+)*)", described, re.MULTILINE):
-        for name in names.split(", "):
-            found[name] = " ".join(sentence.split())
-    return found
+def _helps(options: type[Any]) -> dict[str, str]:
+    """Return the help of each field that the docstring describes under `Args:`."""
+    _, _, described = (inspect.getdoc(options) or "").partition("Args:\n")
+    helps = dict[str, str]()
+    for names, text in re.findall(r"^ {4}([a-z0-9_, ]+): (.+(?:\n {8}.+)*)", described, re.MULTILINE):
+        sentence = " ".join(text.split())
+        helps |= dict.fromkeys(names.split(", "), sentence[0].upper() + sentence[1:])
+    return helps

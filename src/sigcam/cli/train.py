@@ -1,137 +1,136 @@
-"""What `sigcam train-classifier` does: open data and network, train, write the classifier and how it went."""
+"""`sigcam train-classifier`: train a softmax classifier on a folder of images."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from sigcam.cli.console import progress_bar, show_report
+from sigcam.cli.console import progress_bar, show_result
+from sigcam.cli.options import (
+    CropOptions,
+    DataOptions,
+    DeviceOptions,
+    JsonOptions,
+    ModelOptions,
+    OutputOptions,
+    ThreadOptions,
+    option,
+)
 from sigcam.core.config import TrainConfig
-from sigcam.core.errors import DataError
+from sigcam.core.errors import ConfigError
 from sigcam.core.files import check_writable
 from sigcam.core.manifest import write_manifest
-from sigcam.data.fingerprint import data_fingerprint
-from sigcam.data.registry import guess_format, open_dataset, open_training_data
-from sigcam.data.sample import Samples
-from sigcam.models.classifier import Classifier, save_classifier
-from sigcam.models.state_dict import fingerprint
-from sigcam.network.opening import open_classifier
-from sigcam.training.classifier import TrainResult, train_classifier
-from sigcam.training.linear_probe import train_probe
-from sigcam.training.settings import check_train_config
+
+if TYPE_CHECKING:
+    from sigcam.data.sample import Samples
+    from sigcam.training.classifier import TrainResult
 
 PROBE_EPOCHS = 30
-OF_PROBES = ("epochs", "lr", "batch_size", "workers", "seed", "pretrained")
+PROBE_SETTINGS = ("epochs", "lr", "batch_size", "workers", "seed", "pretrained")
 
 
-@dataclass(frozen=True)
-class TrainOptions:
-    """The command's options besides the recipe's."""
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(
+    DataOptions, ModelOptions, OutputOptions, DeviceOptions, ThreadOptions, CropOptions, JsonOptions
+):
+    """Options of `sigcam train-classifier`."""
 
-    data: str
-    format: str | None
-    model: str
-    weights: Path | None
-    output: Path
-    probe: bool
-    device: str
-    threads: int | None
-    crop: bool
+    probe: bool = option("Train a linear head alone, with Adam, on features computed once.", False)
+    output: Path = Path("classifier")
+    config: TrainConfig = TrainConfig()
 
 
-def make_classifier(options: TrainOptions, config: TrainConfig, as_json: bool) -> None:
-    """Trains, writes classifier.safetensors and manifest.json, and prints."""
+def train_command(options: TrainOptions) -> None:
+    """Train a softmax classifier on a folder, to attach a branch to; an interrupted run continues."""
+    import torch
+
+    from sigcam.data.fingerprint import data_fingerprint
+    from sigcam.data.registry import open_training_data, open_validation_data
+    from sigcam.models.classifier import save_classifier
+    from sigcam.models.state_dict import fingerprint
+    from sigcam.network.opening import open_classifier
+    from sigcam.training.classifier import train_classifier
+    from sigcam.training.linear_probe import train_probe
+    from sigcam.training.settings import check_train_config
+
+    o, config = options, options.config
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise DataError("a classifier is trained in one process: start it without torchrun.")
-    config = _for_probe(check_train_config(config)) if options.probe else check_train_config(config)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    samples = open_training_data(options.data, options.format)
-    check_writable(options.output)
-    torch.manual_seed(config.seed)  # of a new head
-    count = len(samples.classes)
-    classifier = open_classifier(
-        options.model, options.weights, options.crop, options.device, count, pretrained=config.pretrained
-    )
+        raise ConfigError("a classifier is trained in one process: start it without torchrun.")
+    check_train_config(config)
+    if o.probe:
+        _check_probe_config(config)
+    if o.threads:
+        torch.set_num_threads(o.threads)
+    train = open_training_data(o.data, o.format)
+    check_writable(o.output)
+    torch.manual_seed(config.seed)  # for a new head
+    count = len(train.classes)
+    classifier = open_classifier(o.model, o.weights, o.crop, o.device, count, pretrained=config.pretrained)
+
+    def write_about(numbers: dict[str, Any], **facts: Any) -> None:
+        write_manifest(
+            o.output,
+            model=o.model,
+            weights=str(o.weights) if o.weights else None,
+            data=o.data,
+            data_fingerprint=data_fingerprint(train),
+            seed=config.seed,
+            config=asdict(config),
+            numbers=numbers,
+            **facts,
+        )
+
     with progress_bar() as progress:
-        if options.probe:
-            result, (facts, skipped) = None, _probe(classifier, samples, config, progress)
+        if o.probe:
+            probe = train_probe(
+                classifier,
+                train,
+                epochs=config.epochs or PROBE_EPOCHS,
+                lr=config.lr,
+                batch_size=config.batch_size,
+                workers=config.workers,
+                seed=config.seed,
+                progress=progress,
+            )
+            skipped, facts = probe.skipped, dict[str, Any]()
+            numbers: dict[str, Any] = {
+                "images": probe.images,
+                "training accuracy": probe.train_accuracy,
+                "final loss": probe.losses[-1],
+                "skipped": len(probe.skipped),
+            }
         else:
-            val = open_val(options.data, options.format, samples)
-
-            def note(so_far: TrainResult) -> None:
-                _write_about(options, config, samples, _facts(so_far, val), so_far)
-
+            val = open_validation_data(o.data, o.format, train)
             result = train_classifier(
                 classifier,
-                samples,
+                train,
                 config,
                 val=val,
-                checkpoint=options.output / "checkpoint.pt",
+                checkpoint=o.output / "checkpoint.pt",
                 progress=progress,
-                after_epoch=note,
+                after_epoch=lambda result: write_about(_numbers(result, val), epochs=_epochs(result)),
             )
-            facts, skipped = _facts(result, val), result.skipped
-    path = options.output / "classifier.safetensors"
-    save_classifier(path, classifier.model, spec=options.model, classes=samples.classes)
-    facts = {"classes": count, **facts, "classifier": str(path)}
-    about = {"model_fingerprint": fingerprint(classifier.model)}
-    _write_about(options, config, samples, facts, result, **about)
-    show_report(facts, skipped, as_json)
+            skipped, facts = result.skipped, {"epochs": _epochs(result)}
+            numbers = _numbers(result, val)
+    path = o.output / "classifier.safetensors"
+    save_classifier(path, classifier.model, spec=o.model, classes=train.classes)
+    numbers = {"classes": count, **numbers, "classifier": str(path)}
+    write_about(numbers, model_fingerprint=fingerprint(classifier.model), **facts)
+    show_result(numbers, skipped, o.json)
 
 
-def open_val(data: str, format: str | None, train: Samples) -> Samples | None:
-    """The data's val split, None if it has none: never its test split, nor the images trained on."""
-    try:
-        val = open_dataset(data, format=format, split="val")
-    except DataError as error:
-        if "has no split" in str(error):
-            return None
-        raise
-    known = {sample.id for sample in train}
-    folder = (format or guess_format(data)) == "folder"  # it takes test/ for want of val/
-    if any(sample.id in known or (folder and sample.id.startswith("test/")) for sample in val):
-        return None
-    return val
-
-
-def _for_probe(config: TrainConfig) -> TrainConfig:
-    """The settings, if a probe knows all that are not the default's."""
+def _check_probe_config(config: TrainConfig) -> None:
+    """Raise ConfigError for a setting that a probe does not have."""
     default = TrainConfig()
-    for field in fields(TrainConfig):
-        if field.name not in OF_PROBES and getattr(config, field.name) != getattr(default, field.name):
-            option = field.name.replace("_", "-")
-            raise DataError(f"--{option} is of a whole training: leave it out, or leave --probe out.")
-    return config
+    for each in fields(TrainConfig):
+        if each.name not in PROBE_SETTINGS and getattr(config, each.name) != getattr(default, each.name):
+            option = each.name.replace("_", "-")
+            raise ConfigError(f"--{option} does not apply to a probe: leave it out, or leave --probe out.")
 
 
-def _probe(
-    classifier: Classifier, samples: Samples, config: TrainConfig, progress: Any
-) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
-    result = train_probe(
-        classifier,
-        samples,
-        epochs=config.epochs or PROBE_EPOCHS,
-        lr=config.lr,
-        batch_size=config.batch_size,
-        workers=config.workers,
-        seed=config.seed,
-        progress=progress,
-    )
-    facts = {
-        "images": result.images,
-        "training accuracy": result.train_accuracy,
-        "final loss": result.losses[-1],
-        "skipped": len(result.skipped),
-    }
-    return facts, result.skipped
-
-
-def _facts(result: TrainResult, val: Samples | None) -> dict[str, Any]:
+def _numbers(result: TrainResult, val: Samples | None) -> dict[str, Any]:
     last = result.epochs[-1]
     return {
         "images": result.images,
@@ -145,23 +144,5 @@ def _facts(result: TrainResult, val: Samples | None) -> dict[str, Any]:
     }
 
 
-def _write_about(
-    options: TrainOptions,
-    config: TrainConfig,
-    samples: Samples,
-    facts: dict[str, Any],
-    result: TrainResult | None = None,
-    **about: Any,
-) -> None:
-    write_manifest(
-        options.output,
-        model=options.model,
-        weights=str(options.weights) if options.weights else None,
-        data=options.data,
-        data_fingerprint=data_fingerprint(samples),
-        seed=config.seed,
-        config=asdict(config),
-        **about,
-        numbers=facts,
-        **({"epochs": [asdict(epoch) for epoch in result.epochs]} if result else {}),
-    )
+def _epochs(result: TrainResult) -> list[dict[str, Any]]:
+    return [asdict(epoch) for epoch in result.epochs]

@@ -36,6 +36,21 @@ def open_training_data(path: str | Path, format: str | None) -> Samples:
     return samples
 
 
+def open_validation_data(path: str, format: str | None, train: Samples) -> Samples | None:
+    """The val split of a data set; None if it has none of its own: its test split or training images."""
+    try:
+        val = open_dataset(path, format=format, split="val")
+    except DataError as error:
+        if "has no split" in str(error):
+            return None
+        raise
+    train_ids = {sample.id for sample in train}
+    is_folder = (format or guess_format(path)) == "folder"  # which reads test/ if there is no val/
+    if any(sample.id in train_ids or (is_folder and sample.id.startswith("test/")) for sample in val):
+        return None
+    return val
+
+
 def guess_format(path: str | Path) -> str:
     """The reader that fits: the words `shapes` and `shapes:COUNT`, not paths, name the synthetic set; lists
     of image ids the layout of the WSOL evaluator; a data set's own files its own; the rest is class

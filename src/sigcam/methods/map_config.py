@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 from sigcam.core.errors import ConfigError
 from sigcam.methods.registry import method_name
@@ -25,7 +25,7 @@ class MapConfig:
     batch_size: int | None = None
     top_n: int | None = None
 
-    def checked(self) -> MapConfig:
+    def checked(self) -> Self:
         """Return the config with its defaults filled in; ConfigError if a value is unknown."""
         if self.branch not in ("sigmoid", "softmax", "centred"):
             raise ConfigError(f"unknown branch {self.branch!r}: there are sigmoid, softmax and centred.")

@@ -1,4 +1,4 @@
-"""The main job on the embedded default, offline: data, classifier, branch, maps, tables, a report."""
+"""The demo: the whole job offline, on synthetic images and the embedded model."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from sigcam.reports.html import can_report
 from sigcam.training.branch import fit
 from sigcam.training.linear_probe import train_probe
 
-SHOWN = 24  # test pictures in the report
-EMPTY = 200  # pictures without a bird, and as many with one
+SHOWN = 24  # test images in the report
+EMPTY = 200  # images without a bird, and as many with one
 IOU_THRESHOLDS = torch.arange(1, 20) / 20  # 0.05 to 0.95
-CELLS: tuple[tuple[Branch, bool], ...] = (
+VARIANTS: tuple[tuple[Branch, bool], ...] = (
     ("softmax", False),
     ("softmax", True),
     ("centred", False),
@@ -52,7 +52,7 @@ def run_demo(
     seed: int = 0,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Writes figures, report, classifier, branch and manifest.json to the folder; returns the table."""
+    """Write figures, report, classifier, branch and manifest.json to the folder; return the numbers."""
     check_writable(output)
     train, test = shapes(images, split="train", seed=seed), shapes(test_images, split="test", seed=seed)
     validation = shapes(max(64, test_images // 4), split="val", seed=seed)
@@ -74,7 +74,7 @@ def run_demo(
 
     chosen, _, _ = _measure(net, validation, _staged("threshold", progress))
     _, ious, speed = _measure(net, test, _staged("maps", progress))
-    there, nothing = _top_scores(net, test[:EMPTY]), _top_scores(net, scenes(EMPTY, seed=seed))
+    with_bird, without = _top_scores(net, test[:EMPTY]), _top_scores(net, scenes(EMPTY, seed=seed))
     table: dict[str, Any] = {
         "maps": [
             {
@@ -83,14 +83,14 @@ def run_demo(
                 "iou": float(ious[i, chosen[i]]),
                 "threshold": float(IOU_THRESHOLDS[chosen[i]]),
             }
-            for i, (branch, clamp) in enumerate(CELLS)
+            for i, (branch, clamp) in enumerate(VARIANTS)
         ],
         "nothing_there": [
             {
                 "score": score,
-                "above_half_with_bird": float((there[i] > 0.5).double().mean()),
-                "above_half_without": float((nothing[i] > 0.5).double().mean()),
-                "auroc": float((there[i][:, None] > nothing[i][None]).double().mean()),
+                "above_half_with_bird": float((with_bird[i] > 0.5).double().mean()),
+                "above_half_without": float((without[i] > 0.5).double().mean()),
+                "auroc": float((with_bird[i][:, None] > without[i][None]).double().mean()),
             }
             for i, score in enumerate(("softmax probability", "sigmoid evidence"))
         ],
@@ -123,43 +123,43 @@ def _staged(name: str, progress: Progress) -> Progress:
 
 
 def _predictions(classifier: Classifier, samples: Samples, progress: Progress) -> Tensor:
-    """What the bare classifier says, (images,)."""
-    found = []
+    """Return the predictions of the classifier alone, (images,)."""
+    predictions = []
     with torch.no_grad():
         for batch in load_batches(samples, classifier.transform, batch_size=8):
             device = next(classifier.model.parameters()).device
-            found.append(classifier.model(batch.images.to(device)).argmax(1).cpu())
-    return torch.cat(found)
+            predictions.append(classifier.model(batch.images.to(device)).argmax(1).cpu())
+    return torch.cat(predictions)
 
 
 def _top_scores(net: DualBranch, samples: Samples) -> tuple[Tensor, Tensor]:
-    """Of each picture's best class, the softmax head's probability and the sigmoid branch's evidence."""
+    """Return the highest softmax probability and the highest sigmoid evidence of each image."""
     assert net.transform is not None
     probability, evidence = list[Tensor](), list[Tensor]()
     with torch.no_grad():
         for batch in load_batches(samples, net.transform, batch_size=8):
-            seen = net(batch.images.to(net.device))
-            probability.append(seen.softmax.softmax(1).amax(1).cpu())
-            evidence.append(seen.sigmoid.sigmoid().amax(1).cpu())
+            out = net(batch.images.to(net.device))
+            probability.append(out.softmax.softmax(1).amax(1).cpu())
+            evidence.append(out.sigmoid.sigmoid().amax(1).cpu())
     return torch.cat(probability), torch.cat(evidence)
 
 
 def _measure(net: DualBranch, samples: Samples, progress: Progress) -> tuple[Tensor, Tensor, float]:
-    """Best threshold index per cell, mean IoU (cells, thresholds), and maps per second of one branch."""
+    """Return each variant's best threshold index, mean IoUs (variants, thresholds) and maps per second."""
     assert net.transform is not None
-    total, seconds, count = torch.zeros(len(CELLS), len(IOU_THRESHOLDS), dtype=torch.float64), 0.0, 0
+    total, seconds, count = torch.zeros(len(VARIANTS), len(IOU_THRESHOLDS), dtype=torch.float64), 0.0, 0
     for batch in load_batches(samples, net.transform, batch_size=8):
         masks = torch.stack([_mask(samples, i) for i in batch.indices])
-        began = time.perf_counter()
-        passage = net.run(batch.images.to(net.device), grad=True)  # one pass serves every cell of the table
-        explain_pass(net, passage, MapConfig())
-        seconds += time.perf_counter() - began
-        for cell, (branch, clamp) in enumerate(CELLS):
-            maps = explain_pass(net, passage, MapConfig(branch=branch, clamp=clamp)).maps.cpu()
+        begin = time.perf_counter()
+        forward = net.run(batch.images.to(net.device), grad=True)  # one pass serves all variants
+        explain_pass(net, forward, MapConfig())
+        seconds += time.perf_counter() - begin
+        for row, (branch, clamp) in enumerate(VARIANTS):
+            maps = explain_pass(net, forward, MapConfig(branch=branch, clamp=clamp)).maps.cpu()
             for i, threshold in enumerate(IOU_THRESHOLDS.tolist()):
                 above = foreground(maps, threshold)
                 inside = (above & masks).flatten(1).sum(1)
-                total[cell, i] += (inside / (above | masks).flatten(1).sum(1)).sum().double()
+                total[row, i] += (inside / (above | masks).flatten(1).sum(1)).sum().double()
         count += len(batch.indices)
         progress("measured", count, len(samples))
     ious = total / count
@@ -167,6 +167,6 @@ def _measure(net: DualBranch, samples: Samples, progress: Progress) -> tuple[Ten
 
 
 def _mask(samples: Samples, index: int) -> Tensor:
-    opened = samples[index].open_mask
-    assert opened is not None
-    return torch.from_numpy(opened()) == 1
+    open_mask = samples[index].open_mask
+    assert open_mask is not None
+    return torch.from_numpy(open_mask()) == 1

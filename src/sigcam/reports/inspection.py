@@ -1,5 +1,4 @@
-"""What `sigcam inspect` tells: how a network is split, which methods it takes, which of those coincide; what
-a data set holds."""
+"""Facts about a network (split, usable methods, methods that coincide) and about a data set."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from sigcam.core.errors import DataError
 from sigcam.core.files import check_writable, write_atomic
 from sigcam.core.manifest import write_manifest
-from sigcam.core.types import Progress
+from sigcam.core.types import Progress, Skipped
 from sigcam.data.fingerprint import data_fingerprint
 from sigcam.data.loader import load_batches
 from sigcam.data.registry import guess_format, open_dataset
@@ -30,16 +29,16 @@ from sigcam.methods.rollout import rollout_maps
 from sigcam.models.classifier import Classifier
 from sigcam.network.dual import DualBranch
 
-ALIKE = 1e-3  # of a map's largest value
+TOLERANCE = 1e-3  # of a map's largest value, between maps that are the same
 SPLITS = ("train", "val", "test")
 SHEET = "contact-sheet.png"
-NAMED = 5  # damaged files that are named
+MAX_DAMAGED = 5  # damaged files to list
 
 
 def model_facts(classifier: Classifier, net: DualBranch) -> dict[str, str]:
-    """Words for each thing that a user may want to check, or to change, before drawing maps."""
+    """Return what a user may want to check, or to change, before drawing maps, by name."""
     split, size = net.split, net.split.fold.image
-    same = {how: "; ".join(map(" = ".join, groups)) for how, groups in coinciding(net).items()}
+    same = {title: "; ".join(map(" = ".join, groups)) for title, groups in coinciding(net).items()}
     return {
         "model": classifier.name,
         "classes": f"{net.classes}"
@@ -52,7 +51,7 @@ def model_facts(classifier: Classifier, net: DualBranch) -> dict[str, str]:
         "returns": split.output,
         "global average + linear": ", ".join(sorted(net.linear)) or "no",
         "methods": ", ".join(usable_methods(net)),
-        **{f"the same map, {how}": groups or "none" for how, groups in same.items()},
+        **{f"the same map, {title}": groups or "none" for title, groups in same.items()},
         "branch parameters": f"{sum(p.numel() for p in net.parameters() if p.requires_grad):,}",
         "finer layers": "; ".join(_finer_layers(net)) or "none",
         "preprocessing": str(classifier.transform),
@@ -69,17 +68,17 @@ def inspect_data(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Facts on each split of a data set, or on one, with every file decoded once.
+    """Return facts about each split of a data set, or about one; decodes every file once.
 
     Args:
-        output: a folder for contact-sheet.png, with some of the pictures and their boxes and masks.
+        output: folder for contact-sheet.png, which shows some images with their boxes and masks.
     """
     if output is not None:
         check_writable(output)
     name = guess_format(path) if format is None else format
     splits = {split: open_dataset(path, format=name, split=split)} if split else open_splits(path, name)
     damaged = {title: unreadable(samples, title, workers, progress) for title, samples in splits.items()}
-    broken = [pair for pairs in damaged.values() for pair in pairs]
+    broken = [item for items in damaged.values() for item in items]
     facts: dict[str, Any] = {
         "format": name,
         "images": sum(map(len, splits.values())),
@@ -89,54 +88,53 @@ def inspect_data(
             for title, samples in splits.items()
         ],
         "damaged files": len(broken),
-        "damaged": [{"image": id, "reason": reason} for id, reason in broken[:NAMED]],
+        "damaged": [{"image": id, "reason": reason} for id, reason in broken[:MAX_DAMAGED]],
     }
     if output is not None:
         items = tuple(sample for samples in splits.values() for sample in samples)
-        everything = Samples(items, max((s.classes for s in splits.values()), key=len))
-        picture = io.BytesIO()
-        title = f"{Path(path).absolute().name if name != 'shapes' else path}: some of {len(items)} pictures"
-        contact_sheet(everything, seed=seed, title=title).save(picture, "PNG")
+        all_samples = Samples(items, max((s.classes for s in splits.values()), key=len))
+        sheet = io.BytesIO()
+        title = f"{Path(path).absolute().name if name != 'shapes' else path}: some of {len(items)} images"
+        contact_sheet(all_samples, seed=seed, title=title).save(sheet, "PNG")
         output.mkdir(parents=True, exist_ok=True)
-        write_atomic(output / SHEET, picture.getvalue())
+        write_atomic(output / SHEET, sheet.getvalue())
         facts["contact sheet"] = str(output / SHEET)
-        prints = {title: data_fingerprint(samples) for title, samples in splits.items()}
-        write_manifest(output, data=path, data_fingerprint=prints, seed=seed, numbers=facts)
+        fingerprints = {title: data_fingerprint(samples) for title, samples in splits.items()}
+        write_manifest(output, data=path, data_fingerprint=fingerprints, seed=seed, numbers=facts)
     return facts
 
 
 def open_splits(path: str, format: str) -> dict[str, Samples]:
-    """The splits that there are; one that several names open has them all: "val, test"."""
-    found = list[tuple[list[str], Samples]]()
+    """Return the splits of a data set by name; several names of one split are joined: "val, test"."""
+    splits = list[tuple[list[str], Samples]]()
     missing: DataError | None = None
     for name in SPLITS:
         try:
             samples = open_dataset(path, format=format, split=name)
         except DataError as error:
-            if "has no split" not in str(error):  # every reader's words for it
+            if "has no split" not in str(error):  # the words of every reader
                 raise
             missing = error
             continue
         files = [sample.path or sample.id for sample in samples]
-        same = next((names for names, other in found if [s.path or s.id for s in other] == files), None)
-        # shapes numbers each split's pictures alike, but they are others
-        if same is None or format == "shapes":
-            found.append(([name], samples))
+        same = next((names for names, other in splits if [s.path or s.id for s in other] == files), None)
+        if same is None or format == "shapes":  # whose splits have the same ids, but not the same images
+            splits.append(([name], samples))
         else:
             same.append(name)
-    if not found and missing is not None:
+    if not splits and missing is not None:
         raise missing
-    return {", ".join(names): samples for names, samples in found}
+    return {", ".join(names): samples for names, samples in splits}
 
 
 def data_facts(samples: Samples) -> dict[str, str | int]:
-    """How many images, classes, boxes and masks a split has."""
+    """Return the numbers of images, classes, boxes and masks of a split."""
     counts = Counter(sample.label for sample in samples if sample.label is not None)
-    each = [counts[label] for label in range(len(samples.classes))]
+    per_class = [counts[label] for label in range(len(samples.classes))]
     return {
         "images": len(samples),
         "classes": len(samples.classes),
-        "images per class": f"{min(each)} to {max(each)}" if counts else "no labels",
+        "images per class": f"{min(per_class)} to {max(per_class)}" if counts else "no labels",
         "with boxes": sum(sample.boxes is not None for sample in samples),
         "boxes": sum(len(sample.boxes or ()) for sample in samples),
         "with masks": sum(sample.open_mask is not None for sample in samples),
@@ -145,13 +143,13 @@ def data_facts(samples: Samples) -> dict[str, str | int]:
 
 def unreadable(
     samples: Samples, title: str = "files", workers: int = 0, progress: Progress | None = None
-) -> list[tuple[str, str]]:
-    """(id, reason) of each sample whose picture or mask cannot be decoded; only files are tried."""
+) -> list[Skipped]:
+    """Return id and reason of each sample whose image or mask file cannot be decoded."""
     files = tuple(
         replace(sample, open=partial(_open_all, sample)) for sample in samples if sample.path is not None
     )
-    broken, done = list[tuple[str, str]](), 0
-    for batch in load_batches(Samples(files, samples.classes), _nothing, batch_size=32, workers=workers):
+    broken, done = list[Skipped](), 0
+    for batch in load_batches(Samples(files, samples.classes), None, batch_size=32, workers=workers):
         broken += batch.skipped
         done += len(batch.indices) + len(batch.skipped)
         if progress:
@@ -165,10 +163,6 @@ def _open_all(sample: Sample) -> Image.Image:
     return sample.open()
 
 
-def _nothing(picture: Image.Image) -> Tensor:
-    return torch.zeros(3, 1, 1)
-
-
 def usable_methods(net: DualBranch) -> list[str]:
     """Return the methods that work with this network."""
     missing = set() if net.linear else {"linear"}
@@ -180,35 +174,35 @@ def usable_methods(net: DualBranch) -> list[str]:
 
 
 def random_images(net: DualBranch) -> Tensor:
-    """Two images of noise such as the network takes."""
+    """Return two images of noise in the shape that the network takes."""
     noise = torch.randn(2, *net.input_shape, generator=torch.Generator().manual_seed(0))
     return noise.to(next(net.model.parameters()))
 
 
 def coinciding(net: DualBranch) -> dict[str, list[list[str]]]:
-    """Groups of methods whose signed, and whose clamped, softmax maps are one map up to scale; by trying
-    them on two random images."""
-    passage = net.run(random_images(net), grad=True)
+    """Return groups of methods whose softmax maps of two random images are the same up to scale, for signed
+    and for clamped weights."""
+    forward = net.run(random_images(net), grad=True)
     linear = "softmax" in net.linear
-    tried = [n for n, m in METHODS.items() if m.follows_head and (linear or m.needs != "linear")]
-    found = {}
-    for how, clamp in (("signed weights", False), ("positive weights only", True)):
+    methods = [n for n, m in METHODS.items() if m.follows_head and (linear or m.needs != "linear")]
+    coincide = {}
+    for title, clamp in (("signed weights", False), ("positive weights only", True)):
         groups = list[tuple[Tensor, list[str]]]()
-        for name in tried:
-            drawing = MapConfig(name, "softmax", clamp, scale="raw")
-            low = explain_pass(net, passage, drawing, classes=0, size="features").maps
-            low = low / low.abs().amax((1, 2), keepdim=True).clamp(min=1e-30)
-            alike = (names for maps, names in groups if bool(((maps - low).abs() <= ALIKE).all()))
-            names = next(alike, None) if bool(low.any()) else None  # two blank maps are no finding
+        for method in methods:
+            config = MapConfig(method, "softmax", clamp, scale="raw")
+            maps = explain_pass(net, forward, config, classes=0, size="features").maps
+            maps = maps / maps.abs().amax((1, 2), keepdim=True).clamp(min=1e-30)
+            same = (names for other, names in groups if bool(((other - maps).abs() <= TOLERANCE).all()))
+            names = next(same, None) if bool(maps.any()) else None  # two blank maps prove nothing
             if names is None:
-                groups.append((low, [name]))
+                groups.append((maps, [method]))
             else:
-                names.append(name)
-        found[how] = [names for _, names in groups if len(names) > 1]
-    return found
+                names.append(method)
+        coincide[title] = [names for _, names in groups if len(names) > 1]
+    return coincide
 
 
 def _finer_layers(net: DualBranch) -> list[str]:
-    """For each finer grid that the network passes through, the last layer on it."""
+    """Return the last layer on each finer grid that the network passes through."""
     last = {(p, q): f"{name} ({n} x {p} x {q})" for name, n, p, q in net.split.spatial}
     return [text for grid, text in last.items() if grid[0] > net.split.fold.grid[0]]

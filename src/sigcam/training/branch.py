@@ -77,7 +77,7 @@ class FitResult:
 def fit(
     net: DualBranch,
     data: TrainingData | Features,
-    config: FitConfig = FitConfig(),  # noqa: B008 (frozen)
+    config: FitConfig = FitConfig(),
     *,
     negatives: TrainingData | Features | str | Path | None = None,
     transform: Transform | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ class UiOptions:
     """Options of `sigcam ui`.
 
     Args:
-        model: model to explain.
+        model: classifier: timm:NAME, torchvision:NAME, hf:NAME, wsol:NAME, file:PATH.py:FUNCTION or embedded.
         weights: weights file of the model.
         branch: fitted branch file, softmax or centred; the embedded model comes with a branch.
         data: folder of images to browse, sort and fit on; empty for built-in examples.
@@ -46,9 +46,9 @@ class UiOptions:
     compare_weights: Path | None = None
     compare_branch: str | None = None
     host: str = "127.0.0.1"
-    port: int = 7860
+    port: int = field(default=7860, metadata={"min": 1, "max": 65535})
     share: bool = False
-    auth: str | None = None
+    auth: str | None = field(default=None, metadata={"envvar": "SIGCAM_AUTH"})
     device: str = "cpu"
     open: bool = True
 

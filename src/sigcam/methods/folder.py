@@ -1,0 +1,104 @@
+"""Draw the maps of many images into a folder; an interrupted run continues where it stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sigcam.core.checkpoint import Checkpoint
+from sigcam.core.errors import DataError
+from sigcam.core.types import Progress, Skipped
+from sigcam.data.fingerprint import data_fingerprint, files_fingerprint
+from sigcam.data.loader import load_batches
+from sigcam.data.maps import map_names
+from sigcam.data.sample import Samples
+from sigcam.methods.explainer import explain
+from sigcam.methods.explanation import Explanation
+from sigcam.methods.inputs import Classes, ImageSource
+from sigcam.methods.map_config import MapConfig
+from sigcam.models.state_dict import fingerprint
+from sigcam.network.dual import DualBranch
+
+
+@dataclass(frozen=True)
+class ExplainConfig(MapConfig):
+    """The settings of `explain` that are the same for all images of a folder; see its arguments."""
+
+    layers: tuple[str, ...] | None = None
+    zoom: float = 1.0
+    stride: Literal[1] | None = None
+    aug_smooth: bool = False
+
+    def explain(self, net: DualBranch, images: Sequence[ImageSource], classes: Classes = None) -> Explanation:
+        """Return the explanation of these images."""
+        return explain(net, images, classes=classes, **vars(self))
+
+
+@dataclass(frozen=True)
+class MapFolder:
+    """Maps of many images in a folder.
+
+    Args:
+        rows: class, scores and box of each image, in the order of the samples.
+        maps: the .npy file of each image's map, by id.
+        skipped: images that could not be read.
+        checkpoint: holds the rows until the caller, who may have more to write, removes it.
+    """
+
+    rows: list[dict[str, Any]]
+    maps: dict[str, Path]
+    skipped: list[Skipped]
+    checkpoint: Checkpoint
+
+
+def explain_samples(
+    net: DualBranch,
+    samples: Samples,
+    output: Path,
+    config: ExplainConfig,
+    *,
+    classes: int | None = None,
+    threshold: float = 0.2,
+    captions: bool = False,
+    batch_size: int = 16,
+    workers: int = 0,
+    progress: Progress | None = None,
+) -> MapFolder:
+    """Write overlay and map of every readable image; DataError if there is none.
+
+    Args:
+        classes: the class to explain in every image; by default the predicted one.
+        threshold: box threshold, as a fraction of the map's maximum.
+        captions: write class and scores below the overlays.
+    """
+    ids = [sample.id for sample in samples]
+    names = dict(zip(ids, map_names(ids), strict=True))
+    weights = [fingerprint(net.original), fingerprint(net.sigmoid), repr(net.split), str(net.transform)]
+    drawn = [vars(config), classes, threshold, captions]
+    images = [data_fingerprint(samples), files_fingerprint(samples)]
+    checkpoint = Checkpoint(output / ".explain.checkpoint", [drawn, weights, images])
+    lines: list[str] = (checkpoint.load() or {"rows": []})["rows"]  # as JSON, which is fast to save
+    rows = {row["image"]: row for row in map(json.loads, lines)}
+    todo = Samples(tuple(sample for sample in samples if sample.id not in rows), samples.classes)
+    skipped = list[Skipped]()
+    options: Any = {"batch_size": batch_size, "workers": workers, "spawn": net.device.type == "cuda"}
+    for batch in load_batches(todo, None, keep_pictures=True, **options):
+        skipped += batch.skipped
+        if batch.pictures:
+            ex = config.explain(net, batch.pictures, classes)
+            batch_ids = [todo[i].id for i in batch.indices]
+            files = [names[id] for id in batch_ids]
+            ex.save(output, files, threshold=threshold, captions=captions, scores=False)
+            for id, row, boxes in zip(batch_ids, ex.rows(), ex.boxes(threshold), strict=True):
+                rows[id] = {"image": id, **row, "box": boxes[0].tolist(), "threshold": threshold}
+                lines.append(json.dumps(rows[id]))
+            checkpoint.save({"rows": lines})
+        if progress and rows:
+            progress("maps", len(rows) + len(skipped), len(samples))
+    if not rows:
+        raise DataError(f"none of the {len(samples)} images could be read; the first: {skipped[0][1]}")
+    maps = {id: output / f"{names[id]}.npy" for id in rows}
+    return MapFolder([rows[id] for id in ids if id in rows], maps, skipped, checkpoint)

@@ -1,0 +1,110 @@
+"""Maps of many images in a folder: an interrupted run continues, but only with the same images."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import sigcam
+from sigcam.core.errors import DataError
+from sigcam.data.images import images_from_paths
+from sigcam.methods import folder
+from sigcam.methods.folder import ExplainConfig, MapFolder, explain_samples
+from sigcam.models.preprocess import Preprocess
+from sigcam.network.dual import DualBranch
+from support.nets import convs
+
+CONFIG = ExplainConfig(branch="centred")
+
+
+@pytest.fixture
+def net() -> DualBranch:
+    torch.manual_seed(0)
+    model = nn.Sequential(convs(3, 8, 12), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 3))
+    return sigcam.attach(model, example=torch.zeros(1, 3, 64, 64), transform=Preprocess(64, 64))
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    (tmp_path / "images").mkdir()
+    for i in range(5):
+        pixels = rng.integers(0, 255, (40, 50, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "images" / f"{i}.png")
+    return tmp_path / "images"
+
+
+def draw(net: DualBranch, images: Path, config: ExplainConfig = CONFIG, **options: object) -> MapFolder:
+    samples = images_from_paths([images])
+    return explain_samples(net, samples, images.parent / "out", config, batch_size=2, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of images of each call of explain."""
+    calls, explain = list[int](), folder.explain
+
+    def counted(net, images, **settings):
+        calls.append(len(images))
+        return explain(net, images, **settings)
+
+    monkeypatch.setattr(folder, "explain", counted)
+    return calls
+
+
+def test_rows_and_files_are_those_of_explain(net: DualBranch, images: Path) -> None:
+    drawn = draw(net, images)
+    ex = sigcam.explain(net, sorted(images.iterdir()), branch="centred")
+    for row, expected, values in zip(drawn.rows, ex.rows(), ex.maps, strict=True):
+        assert row["class"] == expected["class"]
+        assert row["logit"] == pytest.approx(expected["logit"], abs=1e-5)
+        np.testing.assert_allclose(np.load(drawn.maps[row["image"]]), values.numpy(), atol=1e-5)
+        assert drawn.maps[row["image"]].with_suffix(".png").is_file()
+
+
+def test_what_was_drawn_is_not_drawn_again_until_an_image_or_a_setting_changes(
+    net: DualBranch, images: Path, calls: list[int]
+) -> None:
+    first = draw(net, images)
+    assert calls == [2, 2, 1]
+    calls.clear()
+    assert draw(net, images).rows == first.rows and calls == []
+    Image.new("RGB", (40, 50), "red").save(images / "3.png")
+    os.utime(images / "3.png", ns=(1, 1))
+    assert draw(net, images).rows[3] != first.rows[3] and sum(calls) == 5
+    calls.clear()
+    draw(net, images, threshold=0.5)
+    assert sum(calls) == 5
+    calls.clear()
+    draw(net, images, ExplainConfig(branch="softmax"))
+    assert sum(calls) == 5
+
+
+def test_a_damaged_or_removed_checkpoint_is_no_error(net: DualBranch, images: Path, calls: list[int]) -> None:
+    first = draw(net, images)
+    assert first.checkpoint.path is not None
+    first.checkpoint.path.write_bytes(first.checkpoint.path.read_bytes()[:100])
+    calls.clear()
+    again = draw(net, images)
+    assert again.rows == first.rows and sum(calls) == 5
+    again.checkpoint.remove()
+    assert not first.checkpoint.path.exists()
+
+
+def test_unreadable_images_are_skipped_and_tried_again(net: DualBranch, images: Path) -> None:
+    good = (images / "1.png").read_bytes()
+    (images / "1.png").write_bytes(b"nothing")
+    drawn = draw(net, images, workers=1)
+    assert [id for id, _ in drawn.skipped] == ["1.png"] and len(drawn.rows) == 4
+    (images / "1.png").write_bytes(good)
+    assert len(draw(net, images).rows) == 5
+    for path in images.iterdir():
+        path.write_bytes(b"nothing")
+    with pytest.raises(DataError, match="none of the 5 images could be read"):
+        draw(net, images)
