@@ -633,7 +633,7 @@ def test_an_overlay_carries_outline_caption_and_legend_on_request() -> None:
         )
         assert plain.height < legend.height < captioned.height < both.height
         assert np.array_equal(np.asarray(both)[:224], np.asarray(plain))
-    assert ex.said(0)[1:] == [
+    assert ex.caption(0)[1:] == [
         f"probability {float(ex.probability[0]):.3f}",
         f"evidence {float(ex.evidence[0]):.3f}",
     ]

@@ -14,11 +14,11 @@ from sigcam.data.loader import Batch
 from sigcam.data.sample import Sample
 from sigcam.evaluation.registry import BatchRecord, MetricSpec, boxes_for, mask_for
 from sigcam.methods.explainer import explain_pass
-from sigcam.methods.inputs import choose_classes
+from sigcam.methods.inputs import choose_classes, class_probabilities
 from sigcam.methods.map_config import MapConfig, Scale
 from sigcam.methods.postprocess import resize, unit_range
 from sigcam.methods.registry import METHODS
-from sigcam.methods.targets import Branch, at_least_float32, branch_logits
+from sigcam.methods.targets import Branch, at_least_float32, branch_logits, class_logits, head_of
 from sigcam.metrics.fidelity import insertion_deletion_curves
 from sigcam.metrics.localization import in_top
 from sigcam.network.dual import DualBranch, ForwardPass
@@ -50,7 +50,7 @@ class Variant(NamedTuple):
         """The simplest variant with the same maps (PROTOCOL 4.2): some methods have no negative weights, and
         on a head of global average pooling and a linear layer some methods are one."""
         assert self.method is not None
-        facts, head = METHODS[self.method], "sigmoid" if self.branch == "sigmoid" else "softmax"
+        facts, head = METHODS[self.method], head_of(self.branch or "softmax")
         twin = facts.linear_twin if head in net.linear else None
         return self._replace(method=twin or self.method, clamp=self.clamp if facts.signed else True)
 
@@ -112,7 +112,9 @@ class BatchEvaluator:
             record = replace(record, masks=[mask_for(sample, width, height) for sample in samples])
         if labels is not None:
             one_logit = self.net.classes == 1
-            scores = _probabilities(self.net, forward) if one_logit else at_least_float32(forward.softmax)
+            scores = (
+                class_probabilities(self.net, forward) if one_logit else at_least_float32(forward.softmax)
+            )
             record = replace(record, correct={k: in_top(scores, labels, k).cpu() for k in (1, 5)})
         return record
 
@@ -149,7 +151,10 @@ class BatchEvaluator:
             record = replace(record, scores=scores)
         if self.uses("curves"):
             curves = insertion_deletion_curves(
-                lambda images: _probabilities(net, net.run(images)), forward.images, masks, predicted[:, 0]
+                lambda images: class_probabilities(net, net.run(images)),
+                forward.images,
+                masks,
+                predicted[:, 0],
             )
             record = replace(record, curves=tuple(curve.cpu() for curve in curves))
         return record
@@ -169,19 +174,9 @@ def _score(
 ) -> Tensor:
     """The scores (B,) of (B, 1) classes."""
     if scorer == "softmax":
-        scores = _probabilities(net, forward)
+        scores = class_probabilities(net, forward)
     else:
         branch: Branch = "sigmoid" if scorer == "sigmoid" else variant.branch or "softmax"
-        logits = at_least_float32(branch_logits(forward, branch).detach())
-        logits = torch.cat([-logits, logits], 1) if net.classes == 1 else logits
+        logits = class_logits(at_least_float32(branch_logits(forward, branch).detach()))
         scores = logits.sigmoid() if scorer == "sigmoid" or net.classes == 1 else logits.softmax(1)
     return scores.gather(1, classes)[:, 0].cpu()
-
-
-def _probabilities(net: DualBranch, forward: ForwardPass) -> Tensor:
-    """Class probabilities (B, C) of the classifier's own head, (B, 2) for one logit."""
-    output = at_least_float32(forward.softmax)
-    if net.classes > 1:
-        return output if net.split.output == "probabilities" else output.softmax(1)
-    positive = output if net.split.output == "probabilities" else output.sigmoid()
-    return torch.cat([1 - positive, positive], 1)

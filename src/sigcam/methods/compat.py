@@ -1,25 +1,26 @@
-"""GradCAM and siblings: explain, in the call shape of pytorch-grad-cam."""
+"""GradCAM and its siblings: `explain` with the call signature of pytorch-grad-cam."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sigcam.core.errors import AttachError, DataError
+from sigcam.core.errors import AttachError, ConfigError, DataError
 from sigcam.methods.explainer import explain
 from sigcam.methods.registry import METHODS, method_name
 from sigcam.methods.targets import Branch, Target, TargetName, finer_score, nearest_classes
 from sigcam.network.attachment import attach, unwrap
 from sigcam.network.dual import DualBranch
 
-Array = np.ndarray[Any, Any]
+NumpyArray = np.ndarray[Any, Any]
 RowScore = Callable[[Tensor], Tensor]  # one image's logits (C,) -> one number
-Targets = int | RowScore | Sequence[int | RowScore] | Tensor | Array | None
+Targets = int | RowScore | Sequence[int | RowScore] | Tensor | NumpyArray | None
 Layers = Sequence[str | nn.Module] | None
 
 
@@ -27,12 +28,12 @@ class _Cam:
     """Maps of one method; call it with a (B, C, H, W) batch.
 
     Args:
-        model: a classifier, whose own head is then explained, without clamping; or what `attach` returns,
-            whose sigmoid branch is.
-        target_layers: modules of the model, or their names; several are fused. By default it is found.
-        reshape_transform: none is needed.
-        branch: "sigmoid", "softmax" or "centred", where another one is wanted.
-        batch_size: masked images (Score-CAM) or variants of F (Ablation-CAM) in one pass.
+        model: A classifier, whose own head is explained without clamping; or the result of `attach`, whose
+            sigmoid branch is explained.
+        target_layers: Modules of the model, or their names; several are fused. Found by default.
+        reshape_transform: Not needed; must be None.
+        branch: "sigmoid", "softmax" or "centred", to explain another branch than the default.
+        batch_size: Number of masked images (Score-CAM) or variants of F (Ablation-CAM) per pass.
     """
 
     method: str
@@ -50,10 +51,12 @@ class _Cam:
         batch_size: int | None = None,
     ) -> None:
         if reshape_transform is not None:
-            raise DataError("reshape_transform is not needed, the model shows how tokens fold: leave it out.")
+            raise ConfigError(
+                "reshape_transform is not needed, tokens are folded automatically: leave it out."
+            )
         self.branch: Branch = branch or ("sigmoid" if isinstance(model, DualBranch) else "softmax")
         self.batch_size = batch_size
-        self.net, self.layers = _attached(model, target_layers)
+        self.net, self.layers = _attach_at(model, target_layers)
 
     def __call__(
         self,
@@ -61,46 +64,55 @@ class _Cam:
         targets: Targets = None,
         aug_smooth: bool = False,
         eigen_smooth: bool = False,
-    ) -> Array:
-        """(B, H, W) maps in [0, 1], float32: of what is predicted, or of a class or a function of an image's
-        logits (C,), one for all images or one for each."""
+    ) -> NumpyArray:
+        """Return (B, H, W) float32 maps in [0, 1] of the predicted class, or of the class or function of an
+        image's logits (C,) in `targets`: one for all images, or one for each."""
         return self._maps(input_tensor, targets, "class", aug_smooth, eigen_smooth)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """There is nothing to undo, since no hook outlives a call; no exception is swallowed."""
+        """Do nothing: no hook outlives a call."""
 
     def _maps(
-        self, images: Tensor, targets: Targets, score: TargetName | Target, aug: bool, eigen: bool
-    ) -> Array:
-        """Maps of the score of the classes in `targets`, or of the functions in there."""
-        if eigen:
-            raise DataError(
+        self,
+        images: Tensor,
+        targets: Targets,
+        score: TargetName | Target,
+        aug_smooth: bool,
+        eigen_smooth: bool,
+    ) -> NumpyArray:
+        """Return maps of `score` for the classes in `targets`, or of the functions in `targets`."""
+        if eigen_smooth:
+            raise ConfigError(
                 "eigen_smooth is not offered; EigenGradCAM does the same to gradients x features."
             )
         images = images.to(self.net.device)
-        wanted = _wanted(targets, len(images), self.net.classes)
-        if not isinstance(wanted, list):
-            return self._explained(images, wanted, score, aug)
-        if METHODS[self.method].perturbs is None:
-            return self._explained(images, None, _of_rows(wanted), aug)
-        one_by_one = zip(images.split(1), wanted, strict=True)
-        return np.concatenate([self._explained(x, None, _of_rows([one]), aug) for x, one in one_by_one])
+        parsed = _parse_targets(targets, len(images), self.net.classes)
+        run = partial(
+            explain,
+            self.net,
+            method=self.method,
+            branch=self.branch,
+            layers=self.layers,
+            aug_smooth=aug_smooth,
+            batch_size=self.batch_size,
+        )
+        if not isinstance(parsed, list):
+            parts = [run(images, classes=parsed, target=score)]
+        elif METHODS[self.method].perturbs is None:
+            parts = [run(images, target=_batch_target(parsed))]
+        else:  # each target scores many variants of its image
+            pairs = zip(images.split(1), parsed, strict=True)
+            parts = [run(image, target=_batch_target([target])) for image, target in pairs]
+        return torch.cat([ex.maps for ex in parts]).float().cpu().numpy()
 
-    def _explained(
-        self, images: Tensor, classes: Tensor | None, target: TargetName | Target, aug: bool
-    ) -> Array:
-        how: dict[str, Any] = {"layers": self.layers, "aug_smooth": aug, "batch_size": self.batch_size}
-        ex = explain(self.net, images, self.method, branch=self.branch, classes=classes, target=target, **how)
-        return ex.maps.float().cpu().numpy()
 
-
-def _attached(model: nn.Module, layers: Layers) -> tuple[DualBranch, Layers]:
-    """The network around the model, and what is left to say to `explain(layers=...)`."""
+def _attach_at(model: nn.Module, layers: Layers) -> tuple[DualBranch, Layers]:
+    """Attach to the model; return the network and the `layers` argument that is left for `explain`."""
     if layers is not None and (isinstance(layers, str | nn.Module) or not len(layers)):
-        raise DataError(
+        raise ConfigError(
             "target_layers is a list of modules or names, e.g. [model.layer4]; left out, it is found."
         )
     if layers is not None and len(layers) == 1 and not isinstance(model, DualBranch):
@@ -111,29 +123,29 @@ def _attached(model: nn.Module, layers: Layers) -> tuple[DualBranch, Layers]:
         return attach(model, layer=name), None
     net = model if isinstance(model, DualBranch) else attach(model)
     for layer in layers or ():
-        net.feature_point(layer)  # an error now rather than with the first images
+        net.feature_point(layer)  # raise now rather than with the first images
     return net, layers
 
 
-def _wanted(targets: Targets, batch: int, classes: int) -> Tensor | list[RowScore] | None:
-    """(B,) classes, or B functions of an image's logits; None stands for what is predicted."""
+def _parse_targets(targets: Targets, batch: int, classes: int) -> Tensor | list[RowScore] | None:
+    """Return (B,) classes, or B functions of an image's logits; None for the prediction."""
     if targets is None:
         return None
     many = isinstance(targets, Sequence) or getattr(targets, "ndim", 0) > 0
     items: list[Any] = [*cast(Sequence[Any], targets)] if many else [targets] * batch
     if len(items) != batch:
         raise DataError(f"{len(items)} targets for {batch} image(s): give one for each, or one alone.")
-    plain = [_plain_class(item, classes) for item in items]
-    if None not in plain:
-        return torch.tensor(plain)
+    indices = [_class_index(item, classes) for item in items]
+    if None not in indices:
+        return torch.tensor(indices)
     if not all(map(callable, items)):
         raise DataError("targets are whole numbers, or functions of an image's logits, one per image.")
     return items
 
 
-def _plain_class(target: Any, classes: int) -> int | None:
-    """The class, if the target asks for its logit alone; other targets with a category ask for more."""
-    if type(target).__name__ == "ClassifierOutputTarget" and classes > 1:  # with one logit it means that one
+def _class_index(target: Any, classes: int) -> int | None:
+    """Return the class if the target is its plain logit; None for any other target."""
+    if type(target).__name__ == "ClassifierOutputTarget" and classes > 1:  # else it means the single logit
         target = target.category
     try:
         return operator.index(target)
@@ -141,8 +153,8 @@ def _plain_class(target: Any, classes: int) -> int | None:
         return None
 
 
-def _of_rows(targets: list[RowScore]) -> Target:
-    """The targets as one function of a batch's logits; a single one serves any number of rows."""
+def _batch_target(targets: list[RowScore]) -> Target:
+    """Combine targets, one per row, into a function of a batch's logits; a single one serves all rows."""
 
     def custom(logits: Tensor, classes: Tensor) -> Tensor:
         each = targets if len(targets) > 1 else targets * len(logits)
@@ -184,7 +196,7 @@ class ScoreCAM(_Cam, method="score-cam"):
 
 
 class AblationCAM(_Cam, method="ablation-cam"):
-    """What the score loses with each channel set to zero (Desai and Ramaswamy, 2020)."""
+    """The score lost with each channel set to zero (Desai and Ramaswamy, 2020)."""
 
 
 class EigenCAM(_Cam, method="eigen-cam"):
@@ -196,7 +208,7 @@ class EigenGradCAM(_Cam, method="eigengrad-cam"):
 
 
 class FinerCAM(_Cam):
-    """What tells a class from those most like it (Finer-CAM; Zhang et al., 2025), by any method."""
+    """What sets a class apart from the most similar ones (Zhang et al., 2025), by any method."""
 
     def __init__(
         self,
@@ -221,24 +233,24 @@ class FinerCAM(_Cam):
         alpha: float = 1.0,
         comparison_categories: Sequence[int] = (1, 2, 3),
         target_idx: int | None = None,
-    ) -> Array:
-        """As for the others, of a class's logit minus `alpha` times the mean logit of the nearest classes.
+    ) -> NumpyArray:
+        """Return maps of a class's logit minus `alpha` times the mean logit of the most similar classes.
 
         Args:
-            comparison_categories: which, by nearness: (1, 2, 3) are the three nearest.
-            target_idx: the class of all images.
+            comparison_categories: Their ranks by similarity: (1, 2, 3) are the three most similar.
+            target_idx: The class of all images.
         """
-        ranks, wanted = list(comparison_categories), target_idx if targets is None else targets
+        ranks, targets = list(comparison_categories), target_idx if targets is None else targets
         if alpha == 1 and ranks == [1, 2, 3]:
-            return self._maps(input_tensor, wanted, "finer-cam", aug_smooth, eigen_smooth)
+            return self._maps(input_tensor, targets, "finer-cam", aug_smooth, eigen_smooth)
         if METHODS[self.method].perturbs is not None:
-            raise DataError(f"{self.method} takes no other alpha and no other comparison_categories.")
+            raise ConfigError(f"{self.method} takes no other alpha and no other comparison_categories.")
         if not ranks or min(ranks) < 1:
-            raise DataError(f"comparison_categories count from the nearest class, 1, not {ranks}.")
+            raise ConfigError(f"comparison_categories count from the nearest class, 1, not {ranks}.")
 
         def score(logits: Tensor, classes: Tensor) -> Tensor:
             nearest = nearest_classes(logits, classes, max(ranks))
             rivals = nearest[:, [rank - 1 for rank in ranks if rank <= nearest.shape[1]]]
             return finer_score(logits, classes, rivals, alpha)
 
-        return self._maps(input_tensor, wanted, score, aug_smooth, eigen_smooth)
+        return self._maps(input_tensor, targets, score, aug_smooth, eigen_smooth)

@@ -1,4 +1,4 @@
-"""Explanation: maps with the scores of their classes, and how they are shown, cut into boxes and saved."""
+"""Explanation: maps with the scores of their classes; overlays, boxes, files and notebook display."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sigcam.methods.registry import METHODS
 from sigcam.methods.targets import Branch
 from sigcam.metrics.boxes import boxes_at
 
-MOST_IMAGES, MOST_MAPS = 12, 5  # that a notebook shows, and of each image
+NOTEBOOK_IMAGES, NOTEBOOK_MAPS = 12, 5  # images shown in a notebook, and maps of each
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,14 +32,16 @@ class Explanation:
     Args:
         maps: (B, H, W), or (B, K, H, W); in [0, 1] unless `scale` is "raw".
         classes: (B,) or (B, K) class indices; -1 pads "positive".
-        probability: the softmax head's probability of the class.
-        evidence: the sigmoid branch's score of the class, in [0, 1], each class judged by itself; it means
-            nothing unless the branch is `fitted`.
-        logits: the class's logit in the branch that the maps explain.
-        positive_share: how much of the evidence before clamping is positive, in [0, 1].
-        blank: whether a map is all zero; `notes` says why.
-        top_classes, top_probability, top_evidence: (B, 5) the most probable classes, or all of fewer, and
-            their scores, whatever class the map is of.
+        probability: The softmax head's probability of the class.
+        evidence: The sigmoid branch's score of the class, in [0, 1], independent of other classes; without
+            meaning unless the branch is `fitted`.
+        logits: The class's logit in the explained branch.
+        positive_share: The positive part of the evidence before clamping, in [0, 1].
+        blank: Whether a map is all zero; `notes` says why.
+        top_classes, top_probability, top_evidence: (B, 5) the most probable classes (all if there are fewer)
+            and their scores.
+        pictures: The part of each image that the network sees; empty for tensors.
+        images: The (B, C, H, W) batch.
     """
 
     maps: Tensor
@@ -65,26 +67,24 @@ class Explanation:
 
     def __repr__(self) -> str:
         shape = " x ".join(map(str, self.maps.shape))
-        how = f"{self.method}, {self.branch} branch, clamp={self.clamp}, {self.scale}"
-        return f"Explanation({shape} maps: {how})"
+        settings = f"{self.method}, {self.branch} branch, clamp={self.clamp}, {self.scale}"
+        return f"Explanation({shape} maps: {settings})"
 
     def __len__(self) -> int:
         return len(self.maps)
 
     def name(self, index: int) -> str:
-        """The name of class `index`, or its number."""
-        return (
-            self.class_names[index]
-            if self.class_names and 0 <= index < len(self.class_names)
-            else f"class {index}"
-        )
+        """Return the name of class `index`, or its number."""
+        names = self.class_names or ()
+        return names[index] if 0 <= index < len(names) else f"class {index}"
 
     def first_maps(self) -> Tensor:
-        """(B, H, W): the maps, or each image's first where there are several."""
+        """Return (B, H, W) maps, the first class of each image if there are several."""
         return self.maps if self.maps.ndim == 3 else self.maps[:, 0]
 
     def boxes(self, threshold: float = 0.2, mode: Literal["largest", "all"] = "largest") -> list[Tensor]:
-        """Per image, xyxy boxes (G, 4) in map pixels around what is above `threshold` of the map's peak."""
+        """Return, per image, xyxy boxes (G, 4) in map pixels around the values above `threshold` times the
+        map's maximum."""
         return boxes_at(self._unit_maps(), threshold, mode)
 
     def _unit_maps(self) -> Tensor:
@@ -101,38 +101,31 @@ class Explanation:
         captions: bool = False,
         legend: bool = False,
     ) -> list[Image.Image]:
-        """Per image, the picture with its map on it.
+        """Return each image with its map drawn over it.
 
         Args:
-            boxes: a threshold at which to draw the box too.
-            contour: a threshold at which to draw the outline of what is above it.
-            captions: write class, probability and evidence below.
-            legend: put a colour bar below, in logits for raw maps.
+            boxes: Threshold at which to draw the box.
+            contour: Threshold at which to draw the outline of the region above it.
+            captions: Write class, probability and evidence below.
+            legend: Draw a colour bar below, in logits for raw maps.
         """
         raw, maps = self.scale == "raw", self.first_maps()
-        drawn = [
-            overlay(picture, values, signed=raw)
-            for picture, values in zip(self._pictures(), maps, strict=True)
-        ]
+        drawn = [overlay(image, m, signed=raw) for image, m in zip(self._shown_images(), maps, strict=True)]
         if contour is not None:
             drawn = [with_contour(d, m, contour) for d, m in zip(drawn, self._unit_maps(), strict=True)]
         if boxes is not None:
             drawn = [with_boxes(d, b.tolist()) for d, b in zip(drawn, self.boxes(boxes), strict=True)]
         if captions or legend:
+            texts = ["\n".join(self.caption(i)) if captions else "" for i in range(len(self))]
+            peaks = [largest(m) if raw else None for m in maps]
             drawn = [
-                with_strips(
-                    d,
-                    caption="\n".join(self.said(i)) if captions else "",
-                    legend=legend,
-                    peak=largest(maps[i]) if raw else None,
-                )
-                for i, d in enumerate(drawn)
+                with_strips(d, caption=text, legend=legend, peak=peak)
+                for d, text, peak in zip(drawn, texts, peaks, strict=True)
             ]
         return drawn
 
-    def said(self, i: int, k: int = 0) -> list[str]:
-        """What is written below the map of image i's k-th class: its name, its scores, whether it is
-        blank."""
+    def caption(self, i: int, k: int = 0) -> list[str]:
+        """Return the lines below the map of image i's k-th class: name, scores, and whether it is blank."""
         index, probability, evidence, blank = (
             values[i].reshape(-1)[k].item()
             for values in (self.classes, self.probability, self.evidence, self.blank)
@@ -150,39 +143,37 @@ class Explanation:
         captions: bool = False,
         scores: bool = True,
     ) -> list[Path]:
-        """Writes overlays (PNG), maps (NPY) and scores (explanation.json); returns the overlays' paths.
+        """Write overlays (PNG), maps (NPY) and scores (explanation.json); return the overlays' paths.
 
         Args:
-            names: of the files, without ending; by default 0000, 0001, ...
-            threshold: draws the box at this threshold on the overlay.
-            captions: writes class and scores below the overlay, and a colour bar.
-            scores: False leaves explanation.json out.
+            names: File names without extension; by default 0000, 0001, ...
+            threshold: Threshold at which to draw the box on the overlay.
+            captions: Write class and scores below the overlay, and draw a colour bar.
+            scores: Write explanation.json.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         names = names or [f"{i:04d}" for i in range(len(self))]
-        written = []
+        paths = [folder / f"{name}.png" for name in names]
         overlays = self.overlay(boxes=threshold, captions=captions, legend=captions)
-        for stem, picture, values in zip(names, overlays, self.maps, strict=True):
-            written.append(folder / f"{stem}.png")
-            picture.save(written[-1])
-            np.save(folder / f"{stem}.npy", values.detach().cpu().float().numpy())
-        about = [row | {"name": stem} for stem, row in zip(names, self.rows(), strict=True)]
+        for path, image, maps in zip(paths, overlays, self.maps, strict=True):
+            image.save(path)
+            np.save(path.with_suffix(".npy"), maps.detach().cpu().float().numpy())
         if scores:
-            (folder / "explanation.json").write_text(json.dumps(about, indent=1))
-        return written
+            rows = [row | {"name": name} for name, row in zip(names, self.rows(), strict=True)]
+            (folder / "explanation.json").write_text(json.dumps(rows, indent=1))
+        return paths
 
     def rows(self) -> list[dict[str, Any]]:
-        """Per image, plain numbers: class, probability, evidence, logit, share of positive evidence."""
+        """Return, per image, plain values: class, scores, positive share, likely classes, settings."""
         rows = []
         for i in range(len(self)):
-            index = self.classes[i].reshape(-1).tolist()
+            classes = self.classes[i].tolist()
+            names = [self.name(k) for k in self.classes[i].reshape(-1).tolist()]
             rows.append(
                 {
-                    "class": index if self.maps.ndim == 4 else index[0],
-                    "class_name": [self.name(k) for k in index]
-                    if self.maps.ndim == 4
-                    else self.name(index[0]),
+                    "class": classes,
+                    "class_name": names if self.maps.ndim == 4 else names[0],
                     "probability": self.probability[i].tolist(),
                     "evidence": self.evidence[i].tolist() if self.fitted else None,
                     "logit": self.logits[i].tolist(),
@@ -210,62 +201,60 @@ class Explanation:
             for k, probability, evidence in zip(*(column.tolist() for column in columns), strict=True)
         ]
 
-    def _pictures(self) -> Sequence[Image.Image]:
+    def _shown_images(self) -> Sequence[Image.Image]:
+        """The images as given; of a tensor, whose mean and std are unknown, scaled between its extremes."""
         if self.pictures:
             return self.pictures
         assert self.images is not None
-        flat = (
-            self.images.detach().float().flatten(1)
-        )  # shown between their extremes: mean and std are unknown
-        low, high = flat.amin(1)[:, None, None, None], flat.amax(1)[:, None, None, None]
-        shown = (255 * (self.images.detach().float() - low) / (high - low).clamp(min=1e-12)).byte().cpu()
-        shown = shown[:, :3] if shown.shape[1] >= 3 else shown[:, :1].expand(-1, 3, -1, -1)
-        return [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in shown]
+        images = self.images.detach().float()
+        low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
+        pixels = (255 * (images - low) / (high - low).clamp(min=1e-12)).byte().cpu()
+        pixels = pixels[:, :3] if pixels.shape[1] >= 3 else pixels[:, :1].expand(-1, 3, -1, -1)
+        return [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in pixels]
 
     def _repr_html_(self) -> str:
-        """Figures for a notebook: ink and lines take its own colour, so that light and dark both read."""
-        shown = [self._figures(i, picture) for i, picture in enumerate(self._pictures()[:MOST_IMAGES])]
-        more = len(self) - len(shown)
+        """Figures for a notebook; text takes the notebook's colour, in light and dark themes."""
+        figures = [self._figures(i, im) for i, im in enumerate(self._shown_images()[:NOTEBOOK_IMAGES])]
+        more = len(self) - len(figures)
         foot = f"<p>and {more} more image{'s' * (more > 1)}: see <code>.overlay()</code></p>" if more else ""
-        return f"<div style='color:inherit'>{''.join(shown)}{foot}</div>"
+        return f"<div style='color:inherit'>{''.join(figures)}{foot}</div>"
 
-    def _figures(self, i: int, picture: Image.Image) -> str:
-        """One image's maps, side by side, drawn to one scale with one colour bar; of many classes the most
-        probable."""
+    def _figures(self, i: int, image: Image.Image) -> str:
+        """One image's maps side by side, on one scale with one colour bar; the most probable of many."""
         several = self.maps.ndim == 4
-        asked = [k for k, index in enumerate(self.classes[i].reshape(-1).tolist()) if index >= 0]
-        scores = self.probability[i].reshape(-1).tolist()
-        shown = asked if len(asked) <= MOST_MAPS else sorted(asked, key=lambda k: -scores[k])[:MOST_MAPS]
-        maps = (self.maps[i] if several else self.maps[i : i + 1])[shown]
-        peak = largest(maps) if self.scale == "raw" and shown else None
-        cells = []
-        for k, values in zip(shown, maps, strict=True):
-            drawn = overlay(picture, values, signed=self.scale == "raw", peak=peak)
-            name, *lines = map(escape, self.said(i, k))
-            cells.append(
+        columns = [k for k, index in enumerate(self.classes[i].reshape(-1).tolist()) if index >= 0]
+        if not columns:
+            return "<p>no class has evidence above one half in this image</p>"
+        more = len(columns) - NOTEBOOK_MAPS
+        if more > 0:
+            scores = self.probability[i].reshape(-1).tolist()
+            columns = sorted(columns, key=lambda k: -scores[k])[:NOTEBOOK_MAPS]
+        maps = (self.maps[i] if several else self.maps[i : i + 1])[columns]
+        peak = largest(maps) if self.scale == "raw" else None
+        figures = []
+        for k, values in zip(columns, maps, strict=True):
+            drawn = overlay(image, values, signed=self.scale == "raw", peak=peak)
+            name, *lines = map(escape, self.caption(i, k))
+            figures.append(
                 "<figure style='display:inline-block;vertical-align:top;margin:4px;max-width:224px'>"
                 f"<img src='{data_uri(drawn)}' alt='map of {name}' style='width:100%;min-width:128px'>"
                 "<figcaption style='font-size:.9em;line-height:1.35;overflow-wrap:anywhere'>"
                 f"<b>{name}</b><br>{'<br>'.join(lines)}</figcaption></figure>"
             )
-        if not cells:
-            return "<p>no class has evidence above one half in this image</p>"
-        more = len(asked) - len(shown)
-        told = f"<div style='margin:0 4px'>and {more} more class{'es' * (more > 1)}</div>" if more else ""
-        place = "block" if several else "inline-block;vertical-align:top"
-        shown_as = f"display:{place};margin:0 8px 12px 0"
-        return f"<div style='{shown_as}'>{''.join(cells)}{legend_html(peak)}{told}</div>"
+        rest = f"<div style='margin:0 4px'>and {more} more class{'es' * (more > 1)}</div>" if more > 0 else ""
+        style = f"display:{'block' if several else 'inline-block;vertical-align:top'};margin:0 8px 12px 0"
+        return f"<div style='{style}'>{''.join(figures)}{legend_html(peak)}{rest}</div>"
 
 
 def data_uri(image: Image.Image, quality: int = 85) -> str:
-    """The picture itself as the source of an <img>."""
+    """Return the image as a JPEG data URI, for the source of an <img>."""
     buffer = io.BytesIO()
     image.convert("RGB").save(buffer, "JPEG", quality=quality)
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def legend_html(peak: float | None) -> str:
-    """A small colour bar with its numbers, in the ink of the page around it."""
+    """Return a small colour bar with its numbers, in the text colour of the page."""
     left, middle, right = ends(peak)
     bar = f"display:block;height:8px;border-radius:2px;background:{gradient(signed=peak is not None)}"
     return (
