@@ -377,19 +377,19 @@ def others_meanwhile(model: torch.nn.Module, busy: threading.Thread) -> int:
 def test_a_fit_is_a_new_branch_and_lets_others_at_the_model_between_chunks():
     net = network(8)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    job = FitJob.for_new_branch(net, birds(96))
+    job = FitJob(net, birds(96))
     job.start()
-    got = others_meanwhile(net.original, job._thread)
+    got = others_meanwhile(net.original, job)
     assert job.error is None and job.result is not None and job.net.fitted and got > 3
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
     assert job.net.original is net.original and job.done == job.total
 
 
 def test_a_fit_can_be_stopped():
-    job = FitJob.for_new_branch(network(8), birds(200))
+    job = FitJob(network(8), birds(200))
     job.stop()
     job.start()
-    job.wait(30)
+    job.join(30)
     assert isinstance(job.error, Stopped) and not job.net.fitted and job.result is None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
 
 from sigcam.core.config import FitConfig
 from sigcam.data.sample import Samples
@@ -16,25 +15,15 @@ class Stopped(Exception):
     """A visitor stopped the fit."""
 
 
-@dataclass
-class FitJob:
-    """A fit in a thread of its own: its progress, then its result or error."""
+class FitJob(threading.Thread):
+    """A thread that fits a new branch (`net`) of the given network's model; the given network stays as it is.
 
-    net: DualBranch
-    samples: Samples
-    config: FitConfig
-    stage: str = "starting"
-    done: int = 0
-    total: int = 0
-    result: FitResult | None = None
-    error: BaseException | None = None
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
+    `stage`, `done` and `total` are its progress; `result` or `error` is set at the end.
+    """
 
-    @staticmethod
-    def for_new_branch(net: DualBranch, samples: Samples, config: FitConfig | None = None) -> FitJob:
-        """Return a job that fits another branch of the same model; `net` stays as it is."""
-        new = attach(
+    def __init__(self, net: DualBranch, samples: Samples) -> None:
+        super().__init__(name="sigcam-fit", daemon=True)
+        self.net = attach(
             net.original,
             head=net.requested["head"],
             layer=net.requested["layer"],
@@ -42,34 +31,24 @@ class FitJob:
             transform=net.transform,
             class_names=net.class_names,
         )
-        return FitJob(new, samples, config or FitConfig())
+        self.samples = samples
+        self.stage, self.done, self.total = "starting", 0, 0
+        self.result: FitResult | None = None
+        self.error: BaseException | None = None
+        self._stop_event = threading.Event()  # Thread has a method _stop
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread = threading.Thread(target=self._run, name="sigcam-fit", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop at the next progress report and leave the branch unfitted."""
-        self._stop.set()
-
-    @property
-    def running(self) -> bool:
-        """Whether the thread is alive."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def wait(self, seconds: float) -> None:
-        """Wait until the fit ends, at most `seconds`."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Fit; called in the new thread by `start`."""
         try:
-            self.result = fit(self.net, self.samples, self.config, progress=self._progress)
+            self.result = fit(self.net, self.samples, FitConfig(), progress=self._progress)
         except BaseException as error:
             self.error = error
 
+    def stop(self) -> None:
+        """Stop at the next progress report and leave the branch unfitted."""
+        self._stop_event.set()
+
     def _progress(self, stage: str, done: int, total: int) -> None:
-        if self._stop.is_set():
+        if self._stop_event.is_set():
             raise Stopped
         self.stage, self.done, self.total = stage, done, total

@@ -56,7 +56,8 @@ def _session_id(request: gr.Request) -> str:
 class Page:
     """Event handlers, with the state that visitors share and the state of each visitor.
 
-    Handlers take `*controls`: the values of sources, methods, colours, shared scale, threshold and delta.
+    Handlers take the values of the controls: `choices` are sources, methods, colours and shared scale;
+    `controls` are these, the threshold and delta.
 
     Args:
         nets: networks by name.
@@ -97,10 +98,8 @@ class Page:
     def load(self, request: gr.Request) -> list[Any]:
         """Show the first readable image, and all heads, including those fitted since the start."""
         with show_errors():
-            name, image = self._first_image()
-            outputs = self._view(
-                request, name, image, self.default_sources, ["grad-cam"], "evidence", True, THRESHOLD, 0.0
-            )
+            controls = (self.default_sources, ["grad-cam"], "evidence", True, THRESHOLD, 0.0)
+            outputs = self._view(request, *self._first_image(), *controls)
             return [*outputs, gr.update(choices=list(self.sources), value=self.default_sources)]
 
     def _first_image(self) -> tuple[str, Image.Image]:
@@ -127,13 +126,11 @@ class Page:
             index = self._clicked(event, PAGE_SIZE) + (int(page or 1) - 1) * PAGE_SIZE
             return self._view(request, *self.gallery.open(index), *controls)
 
-    def redraw(
-        self, request: gr.Request, classes: Any, sources: Any, methods: Any, colours: Any, shared_scale: Any
-    ) -> list[Any]:
+    def redraw(self, request: gr.Request, classes: Any, *choices: Any) -> list[Any]:
         """Show other maps of the same image."""
         with show_errors():
             viewer = self.viewers.get(_session_id(request))
-            viewer.update(self._map_request(classes, sources, methods, colours, shared_scale))
+            viewer.update(self._map_request(classes, *choices))
             return self._outputs(viewer)
 
     def set_threshold(self, request: gr.Request, threshold: float) -> str:
@@ -180,23 +177,13 @@ class Page:
             raise DataError("no such image: choose one of those shown.")
         return index
 
-    def _view(
-        self,
-        request: gr.Request,
-        name: str,
-        image: Image.Image,
-        sources: Any,
-        methods: Any,
-        colours: Any,
-        shared_scale: Any,
-        threshold: Any,
-        delta: Any,
-    ) -> list[Any]:
+    def _view(self, request: gr.Request, name: str, image: Image.Image, *controls: Any) -> list[Any]:
         """Start to view an image; return the outputs and the selected class."""
+        *choices, threshold, delta = controls
         viewer = Viewer(name, image, list(dict.fromkeys(s.net for s in self.sources.values())))
         viewer.threshold, viewer.delta = float(threshold), float(delta)
         predicted = viewer.predicted_class(self.net)
-        viewer.update(self._map_request([predicted], sources, methods, colours, shared_scale))
+        viewer.update(self._map_request([predicted], *choices))
         self.viewers.put(_session_id(request), viewer)
         return [*self._outputs(viewer), [predicted]]
 
@@ -271,16 +258,16 @@ class Page:
         """Fit a new branch on the folder: show the progress, then the quality, a link and the new head."""
         with show_errors():
             with self._fit_lock:
-                if self.fit_job and self.fit_job.running:
+                if self.fit_job and self.fit_job.is_alive():
                     raise DataError("a fit is already running: wait for it or stop it first.")
                 assert self.training is not None
                 samples = match_classes(self.training(), self.net.classes, self.net.class_names)
-                self.fit_job = job = FitJob.for_new_branch(self.net, samples)
+                self.fit_job = job = FitJob(self.net, samples)
                 job.start()
-            while job.running:
+            while job.is_alive():
                 message = f"{job.stage}: {job.done} of {job.total}"
                 yield [progress_html(message, job.done, job.total), "", gr.skip()]
-                job.wait(0.25)
+                job.join(0.25)
             if isinstance(job.error, Stopped):
                 yield [progress_html("stopped; nothing has changed"), "", gr.skip()]
                 return

@@ -27,8 +27,8 @@ def build_page(page: Page) -> gr.Blocks:
     """Return the page as gradio blocks."""
     with gr.Blocks(title="sigcam", analytics_enabled=False, delete_cache=(600, IDLE_SECONDS)) as blocks:
         notice = f"<p class='sc-notice'>{escape(page.notice)}</p>" if page.notice else ""
-        subtitle = f"Class activation maps of {' and '.join(page.nets)}"
-        gr.HTML(f"<h1>sigcam</h1><p>{escape(subtitle)}</p>{notice}")
+        models = f"{'Models' if len(page.nets) > 1 else 'Model'}: {' and '.join(page.nets)}"
+        gr.HTML(f"<h1>sigcam</h1><p>Class activation maps. {escape(models)}</p>{notice}")
         with gr.Tabs(selected="view") as tabs:
             with gr.Tab("View an image", id="view"):
                 view = _view_tab(page)
