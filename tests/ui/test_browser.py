@@ -1,4 +1,4 @@
-"""The page in a real Chromium: what a person sees, what the browser asks for, two people at once."""
+"""The page in Chromium: what visitors see, what the browser requests, two visitors at once."""
 
 import base64
 import http.client
@@ -72,7 +72,7 @@ async ([slider, watched, values]) => {
 
 @contextmanager
 def served(*words: object) -> Iterator[str]:
-    """The page's address while it is served with these options."""
+    """Serve the page with these options; yield its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -80,13 +80,13 @@ def served(*words: object) -> Iterator[str]:
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert server.stdout is not None
     try:
-        said = []
+        output = []
         for line in server.stdout:
-            said.append(line)
+            output.append(line)
             if "the page is at" in line:
                 yield f"http://127.0.0.1:{port}/"
                 return
-        pytest.fail("the page did not start: " + "".join(said))
+        pytest.fail("the page did not start: " + "".join(output))
     finally:
         server.terminate()
         server.wait(30)
@@ -95,14 +95,14 @@ def served(*words: object) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def embedded() -> Iterator[str]:
-    """As a newcomer starts it."""
+    """The page with default options."""
     with served() as url:
         yield url
 
 
 @pytest.fixture(scope="session")
 def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
-    """Somebody's own model and folder, with two branches of it to compare."""
+    """Options for a model from a file, a folder of images, and two branches to compare."""
     place = tmp_path_factory.mktemp("own")
     (place / "net.py").write_text(NET)
     for i, sample in enumerate(shapes(32, size=64)):
@@ -128,7 +128,7 @@ def own(options: tuple[object, ...]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """One for these tests alone: while it is open, an event loop runs in this thread."""
+    """A browser for this module only: while it is open, an event loop runs in this thread."""
     with playwright.sync_playwright() as play:
         chromium = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         yield chromium
@@ -137,13 +137,13 @@ def browser() -> Iterator[Any]:
 
 @contextmanager
 def visit(browser: Any, url: str, **how: Any) -> Iterator[Any]:
-    """A person's own browser, at the page, when its first picture is drawn."""
+    """Open the page in a new browser context; yield it once the first image is drawn."""
     how.setdefault("viewport", {"width": 1180, "height": 900})
     context = browser.new_context(**how)
     context.set_default_timeout(60_000)
     page = context.new_page()
-    page.asked = []
-    page.on("request", lambda request: page.asked.append(request.url))
+    page.urls = []
+    page.on("request", lambda request: page.urls.append(request.url))
     page.goto(url)
     page.wait_for_selector(".sc-p0 img")
     page.wait_for_function("document.querySelector('#boxes style')")
@@ -152,14 +152,14 @@ def visit(browser: Any, url: str, **how: Any) -> Iterator[Any]:
 
 
 def keep(page: Any, name: str) -> Path:
-    """A screenshot of the whole page among the artefacts."""
+    """Save a screenshot of the whole page among the artefacts."""
     ARTIFACTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=str(ARTIFACTS / f"{name}.png"), full_page=True)
     return ARTIFACTS / f"{name}.png"
 
 
 def sources(page: Any) -> list[str]:
-    """What the maps' pictures are made of."""
+    """Return the sources of the page's images."""
     return [
         image.get_attribute("src")
         for image in page.query_selector_all(".sc-panel .sc-box ~ *, .sc-panel img")
@@ -167,7 +167,7 @@ def sources(page: Any) -> list[str]:
 
 
 def send(page: Any, name: str, data: bytes) -> None:
-    """Puts a file where files are dropped."""
+    """Upload a file through the drop area."""
     files = {"name": name, "mimeType": "image/png", "buffer": data}
     page.set_input_files("#drop input[type=file]", files)
 
@@ -179,7 +179,7 @@ def png(picture: Image.Image) -> bytes:
 
 
 def set_slider(page: Any, slider: str, watched: str, *values: float) -> list[float]:
-    """Milliseconds from each move of a slider to the change that it brings."""
+    """Move a slider; return the milliseconds until each change shows."""
     took: list[float] = page.evaluate(WATCHED, [slider, watched, list(values)])
     return took
 
@@ -192,7 +192,7 @@ def probabilities(page: Any) -> list[str]:
     return [cell.inner_text() for cell in page.query_selector_all(".sc-top td:nth-child(2) .sc-number")]
 
 
-# ------------------------------------------------------------------------------------------ one picture
+# -------------------------------------------------------------------------------------------- one image
 
 
 def test_the_first_picture_is_there_without_a_click_and_stays_at_home(browser, embedded):
@@ -204,7 +204,7 @@ def test_the_first_picture_is_there_without_a_click_and_stays_at_home(browser, e
         page.click("#gallery button >> nth=1")
         page.wait_for_function("!document.querySelector('figcaption').innerText.includes('000042')")
         origins = {
-            urllib.parse.urlsplit(url)[:2] for url in page.asked if not url.startswith(("data:", "blob:"))
+            urllib.parse.urlsplit(url)[:2] for url in page.urls if not url.startswith(("data:", "blob:"))
         }
         assert origins == {urllib.parse.urlsplit(embedded)[:2]}, "nothing is asked of anybody else"
         labels = page.evaluate(
@@ -378,11 +378,11 @@ def test_a_branch_is_fitted_from_the_page(browser, options):
         assert "fitted here" in caption(page, 2)
 
 
-# ------------------------------------------------------------------------------------------------ doors
+# ---------------------------------------------------------------------------------------------- security
 
 
 def status(url: str, data: bytes | None = None, **headers: str) -> int:
-    """What the server answers."""
+    """Return the status of the server's response."""
     request = urllib.request.Request(
         url, data, {key.replace("_", "-"): value for key, value in headers.items()}
     )
@@ -417,7 +417,7 @@ def test_no_file_of_the_machine_can_be_had(own):
 
 
 def called(url: str, name: str, *data: Any) -> str:
-    """What the server streams back for a call with any data that a browser could make up."""
+    """Call a handler with arbitrary data; return the event stream."""
     body = json.dumps({"data": list(data)}).encode()
     asked = urllib.request.Request(f"{url}gradio_api/call/{name}", body, {"content-type": "application/json"})
     with urllib.request.urlopen(asked, timeout=60) as answer:

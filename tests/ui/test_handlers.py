@@ -1,4 +1,4 @@
-"""The page without a browser: who may reach it, which files it takes; its arithmetic is the library's."""
+"""The page without a browser: maps, access control, uploads, sessions and fits."""
 
 import asyncio
 import io
@@ -41,7 +41,7 @@ PICTURE = shapes(1, split="test", size=64)[0].open()
 
 
 def network(classes: int = 4, seed: int = 0) -> DualBranch:
-    """A tiny classifier with preprocessing, class names and a branch of its own weights."""
+    """Return a tiny classifier with preprocessing, class names and a random branch."""
     torch.manual_seed(seed)
     net = attach(Gap(classes, channels=12))
     net.transform, net.fitted = Preprocess(32, 48), True
@@ -56,7 +56,7 @@ def view(net: DualBranch, *methods: str, colours: str = "evidence", classes=(0, 
     return viewer
 
 
-# -------------------------------------------------------------------------------------------- the maths
+# ------------------------------------------------------------------------------------------------- maps
 
 
 def test_a_shift_of_the_head_moves_softmax_maps_and_nothing_else():
@@ -84,6 +84,7 @@ def test_shifted_probabilities_are_computed_anew_and_stand_still():
     forward_pass = Viewer("bird", PICTURE, [net]).forward_pass(net)
     moved = probabilities(net, forward_pass, 3.0)
     assert torch.allclose(moved, probabilities(net, forward_pass), atol=1e-7)
+    assert torch.allclose(moved, probabilities(net, forward_pass), rtol=0, atol=1e-12)
     assert torch.allclose(moved.float(), forward_pass.softmax.softmax(1)[0], atol=1e-6)
     other, again = shift_head(net, forward_pass, 3.0)
     assert torch.equal(other.last_layer("softmax").weight, net.last_layer("softmax").weight + 3.0)
@@ -179,7 +180,7 @@ def test_names_cannot_write_html():
     )
 
 
-# ---------------------------------------------------------------------------------------- who may come
+# --------------------------------------------------------------------------------------------- access
 
 
 @pytest.mark.parametrize(
@@ -222,8 +223,8 @@ def test_help_imports_no_gradio(module: str):
     assert done.stdout.strip() == "[]"
 
 
-def asked(guard: Guard, path: str = "/", **headers: str) -> tuple[int, dict[str, str]]:
-    """Status and headers of what the guard lets through or answers itself."""
+def response(guard: Guard, path: str = "/", **headers: str) -> tuple[int, dict[str, str]]:
+    """Return the status and headers of the response to a request through the guard."""
     sent = []
 
     async def send(message) -> None:
@@ -245,21 +246,21 @@ async def fine(scope, receive, send) -> None:
 def test_the_guard_answers_to_local_names_only_unless_there_is_a_login():
     local, open_to_all = (Guard(fine, local=value) for value in (True, False))
     for host in ("127.0.0.1:7860", "localhost", "[::1]:7860"):
-        assert asked(local, host=host)[0] == 200
+        assert response(local, host=host)[0] == 200
     for host in ("evil.example", "127.0.0.1.evil.example", ""):
-        assert asked(local, host=host)[0] == 400
-    assert asked(open_to_all, host="page.example")[0] == 200
+        assert response(local, host=host)[0] == 400
+    assert response(open_to_all, host="page.example")[0] == 200
 
 
 def test_the_guard_keeps_the_browser_here_and_uploads_small():
     guard = Guard(fine, local=False)
-    status, headers = asked(guard)
+    status, headers = response(guard)
     assert status == 200 and headers == HEADERS
     assert "default-src 'self'" in headers["content-security-policy"]
     upload = "/gradio_api/upload"
-    assert asked(guard, upload, content_length=str(MAX_UPLOAD_BYTES))[0] == 200
-    assert asked(guard, upload, content_length=str(2 * MAX_UPLOAD_BYTES))[0] == 413
-    assert asked(guard, upload)[0] == 411
+    assert response(guard, upload, content_length=str(MAX_UPLOAD_BYTES))[0] == 200
+    assert response(guard, upload, content_length=str(2 * MAX_UPLOAD_BYTES))[0] == 413
+    assert response(guard, upload)[0] == 411
 
 
 def test_only_the_latest_uploads_stay_on_disk(tmp_path, monkeypatch):
@@ -275,16 +276,16 @@ def test_only_the_latest_uploads_stay_on_disk(tmp_path, monkeypatch):
     guard = Guard(stored, local=False)
     for i, file in enumerate(files):
         file.write_bytes(b"x")
-        asked(guard, f"/{i}/upload", content_length="1")
+        response(guard, f"/{i}/upload", content_length="1")
     (tmp_path / "thumbnail.webp").write_bytes(b"x")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["3.png", "4.png", "thumbnail.webp"]
     files[0].write_bytes(b"x")
     for i in (3, 0, 3):  # sent again, it is the latest
-        asked(guard, f"/{i}/upload", content_length="1")
+        response(guard, f"/{i}/upload", content_length="1")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0.png", "3.png", "thumbnail.webp"]
 
 
-# ---------------------------------------------------------------------------------------- which pictures
+# --------------------------------------------------------------------------------------------- images
 
 
 @pytest.mark.parametrize(
@@ -336,26 +337,26 @@ def test_the_gallery_opens_what_is_on_it_and_nothing_else(tmp_path):
         Gallery(up, inside).open(0)
 
 
-# -------------------------------------------------------------------------------- memory, and one at a time
+# ---------------------------------------------------------------------------------- sessions and fits
 
 
 def test_sessions_are_few_and_end():
     now = [0.0]
-    held = Sessions[int](max_count=2, max_idle=10, clock=lambda: now[0])
+    sessions = Sessions[int](max_count=2, max_idle=10, clock=lambda: now[0])
     for i in range(3):
-        held.put(str(i), i)
-    assert len(held) == 2 and held.get("2") == 2
+        sessions.put(str(i), i)
+    assert len(sessions) == 2 and sessions.get("2") == 2
     with pytest.raises(DataError, match="select the image again"):
-        held.get("0")
+        sessions.get("0")
     now[0] = 9
-    assert held.get("1") == 1
+    assert sessions.get("1") == 1
     now[0] = 15
-    held.put("3", 3)
-    assert held.get("1") == 1 and len(held) == 2, "what was just used stays"
+    sessions.put("3", 3)
+    assert sessions.get("1") == 1 and len(sessions) == 2, "what was just used stays"
     now[0] = 40
     with pytest.raises(DataError):
-        held.get("3")
-    assert len(held) == 0
+        sessions.get("3")
+    assert len(sessions) == 0
 
 
 def birds(count: int) -> Samples:
@@ -363,8 +364,8 @@ def birds(count: int) -> Samples:
     return Samples(tuple(made), tuple(f"bird {k}" for k in range(8)))
 
 
-def others_meanwhile(model: torch.nn.Module, busy: threading.Thread) -> int:
-    """How often another thread gets the model's lock while one is busy with it."""
+def locks_meanwhile(model: torch.nn.Module, busy: threading.Thread) -> int:
+    """Count how often this thread gets the model's lock while another one uses the model."""
     got = 0
     while busy.is_alive():
         if lock_of(model).acquire(timeout=5):
@@ -379,7 +380,7 @@ def test_a_fit_is_a_new_branch_and_lets_others_at_the_model_between_chunks():
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     job = FitJob(net, birds(96))
     job.start()
-    got = others_meanwhile(net.original, job)
+    got = locks_meanwhile(net.original, job)
     assert job.error is None and job.result is not None and job.net.fitted and got > 3
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
     assert job.net.original is net.original and job.done == job.total
@@ -399,10 +400,10 @@ def test_score_cam_lets_others_at_the_model_between_passes():
     net.transform = Preprocess(64, 64)
     source = next(s for s in sources_of(net) if s.branch == "softmax")
     viewer = Viewer("bird", PICTURE, [net])
-    asked = Request((0, 1), (Source("s", net, source.branch),), ("score-cam",))
-    busy = threading.Thread(target=viewer.update, args=(asked,))
+    request = Request((0, 1), (Source("s", net, source.branch),), ("score-cam",))
+    busy = threading.Thread(target=viewer.update, args=(request,))
     busy.start()
-    assert others_meanwhile(net.original, busy) > 3
+    assert locks_meanwhile(net.original, busy) > 3
     assert len(viewer.panels) == 2
 
 

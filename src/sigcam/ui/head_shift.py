@@ -42,12 +42,16 @@ def shift_head(net: DualBranch, forward_pass: ForwardPass, delta: float) -> tupl
 
 @torch.no_grad()
 def probabilities(net: DualBranch, forward_pass: ForwardPass, delta: float = 0.0) -> Tensor:
-    """Return the softmax probabilities (C,), recomputed in float64 if shifted; (2,) for a single logit."""
+    """Return the softmax probabilities (C,) of the shifted head; (2,) for a single logit.
+
+    The change is computed in float64, so that rounding is not mistaken for an effect of the shift.
+    """
     layer = _softmax_layer(net) if delta else None
     logits = forward_pass.softmax_logits.detach().double()
     if layer is not None:
         pooled = forward_pass.features.detach().double().mean((2, 3))  # (1, N)
-        logits = pooled @ (layer[0].double() + delta).T + layer[1].double()
+        weight = layer[0].double()
+        logits = logits + pooled @ (weight + delta).T - pooled @ weight.T
     if net.classes == 1:
         logits = torch.cat([-logits, logits], 1) / 2  # the softmax of these is the sigmoid
     return logits.softmax(1)[0]
