@@ -1,4 +1,4 @@
-"""A hook of mkdocs: puts a table of options for every `sigcam` command into the page that asks for it."""
+"""A mkdocs hook: replaces marks in pages by tables of all commands and all data set readers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,25 @@ from typing import Any
 import typer
 
 from sigcam.cli.app import build_app
-
-HERE = "<!-- every command -->"
+from sigcam.data.registry import READERS
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The page with the tables in place of the mark."""
-    return markdown.replace(HERE, "\n\n".join(tables())) if HERE in markdown else markdown
+    """Return the page with tables in place of its marks."""
+    for mark, tables in (("every command", command_tables), ("every reader", reader_table)):
+        if f"<!-- {mark} -->" in markdown:
+            markdown = markdown.replace(f"<!-- {mark} -->", "\n\n".join(tables()))
+    return markdown
+
+
+def reader_table() -> Iterator[str]:
+    """Yield a table of the names and layouts in READERS."""
+    rows = [f"| `{name}` | {_cell(reader.about)} |" for name, reader in READERS.items()]
+    yield "\n".join(["| format | files, splits, annotations |", "|---|---|", *rows])
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """Each command's words, as they are typed, and the command."""
+    """Yield each command with the words that are typed to run it."""
     yield from _below("sigcam", typer.main.get_command(build_app()))
 
 
@@ -30,8 +38,8 @@ def _below(words: str, group: Any) -> Iterator[tuple[str, Any]]:
             yield f"{words} {name}", command
 
 
-def tables() -> Iterator[str]:
-    """For each command a heading, what it does, and its options with their defaults."""
+def command_tables() -> Iterator[str]:
+    """Yield, for each command, a heading, its description, and its options with their defaults."""
     for words, command in commands():
         rows = ["| option | default | what it is |", "|---|---|---|"]
         for param in command.params:

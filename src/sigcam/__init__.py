@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sigcam.core.errors import DataError as DataError
     from sigcam.core.errors import ModelError as ModelError
     from sigcam.core.errors import SigcamError as SigcamError
+    from sigcam.data.registry import list_readers as list_readers
     from sigcam.data.registry import open_dataset as open_dataset
     from sigcam.data.sample import Sample as Sample
     from sigcam.data.sample import Samples as Samples
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "core.config": ("FitConfig",),
     "core.errors": ("AttachError", "CheckpointError", "DataError", "ModelError", "SigcamError"),
-    "data.registry": ("open_dataset",),
+    "data.registry": ("list_readers", "open_dataset"),
     "data.sample": ("Sample", "Samples"),
     "evaluation.evaluator": ("evaluate", "evaluate_maps"),
     "evaluation.registry": ("list_metrics",),

@@ -67,3 +67,42 @@ def check_paths(samples: Samples) -> None:
     for sample in pickle.loads(pickle.dumps(samples)):
         assert sample.path is not None and sample.path.is_file()
         assert sample.open().mode == "RGB"
+
+
+CUB = {
+    "images.txt": "1 001.Black/a_46.jpg\n2 001.Black/b.jpg\n3 002.Laysan/c.jpg",
+    "classes.txt": "1 001.Black\n2 002.Laysan\n",
+    "image_class_labels.txt": "1 1\n2 1\n3 2\n",
+    "train_test_split.txt": "1 0\n2 1\n3 1\n",
+    "bounding_boxes.txt": "1 60.0 27.0 325.0 304.0\n2 0.0 1.0 39.0 28.0\n\n3 5.0 5.0 1.0 1.0\n",
+}
+
+
+def make_cub(root: Path) -> Path:
+    """Write three images and the lists of CUB-200-2011."""
+    for name, text in CUB.items():
+        write(root / name, text)
+    put(root / "images/001.Black/a_46.jpg", (500, 335))
+    put(root / "images/001.Black/b.jpg")
+    put(root / "images/002.Laysan/c.jpg")
+    return root
+
+
+def make_class_folders(root: Path) -> Path:
+    """Write two images of cats and one of a dog."""
+    for name in ("cat/1.png", "cat/2 b.png", "dog/3.png"):
+        put(root / name)
+    return root
+
+
+TENCH, GOLDFISH, SHARK = "n01440764", "n01443537", "n01484850"
+
+
+def box_xml(*objects: tuple[str, int, int, int, int], size: tuple[int, int] = (40, 30)) -> str:
+    """An XML file as ImageNet has them."""
+    parts = "".join(
+        f"<object><name>{name}</name><bndbox><xmin>{x0}</xmin><ymin>{y0}</ymin><xmax>{x1}</xmax>"
+        f"<ymax>{y1}</ymax></bndbox></object>"
+        for name, x0, y0, x1, y1 in objects
+    )
+    return f"<annotation><size><width>{size[0]}</width><height>{size[1]}</height></size>{parts}</annotation>"

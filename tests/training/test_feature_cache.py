@@ -159,7 +159,7 @@ def test_a_picture_that_cannot_be_read_is_named_every_time_until_it_is_repaired(
     for _ in range(2):
         result = fit(network(), samples, GIVEN, cache=root)
         assert [name for name, _ in result.skipped] == [samples[70].id]
-        assert "not a picture" in result.skipped[0][1]
+        assert "not an image" in result.skipped[0][1]
         assert result.images == len(samples) - 1
     path.write_bytes(good)
     assert fit(network(), samples, GIVEN, cache=root).skipped == ()

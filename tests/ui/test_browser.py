@@ -24,7 +24,7 @@ import pytest
 from PIL import Image
 
 from sigcam.core.config import FitConfig
-from sigcam.data.readers.shapes import CLASSES, shapes
+from sigcam.data.readers.shapes import SHAPE_CLASSES, shapes
 from sigcam.data.registry import open_dataset
 from sigcam.models.classifier import load_classifier
 from sigcam.network.attachment import attach
@@ -106,10 +106,10 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
     place = tmp_path_factory.mktemp("own")
     (place / "net.py").write_text(NET)
     for i, sample in enumerate(shapes(32, size=64)):
-        folder = place / "data" / CLASSES[i % 8]
+        folder = place / "data" / SHAPE_CLASSES[i % 8]
         folder.mkdir(parents=True, exist_ok=True)
         sample.open().save(folder / f"{i}.png")
-    (place / "data" / CLASSES[0] / "broken.png").write_bytes(b"no picture")
+    (place / "data" / SHAPE_CLASSES[0] / "broken.png").write_bytes(b"no picture")
     model = ("--model", f"file:{place / 'net.py'}:tiny", "--data", place / "data")
     classifier = load_classifier(model[1])
     for name, l2 in (("a", 0.1), ("b", 3.0)):

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from sigcam.core.errors import ConfigError
+from sigcam.data.registry import list_readers
 
 
 def option(help: str, default: Any = MISSING, **settings: Any) -> Any:
@@ -45,7 +46,7 @@ class CropOptions:
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
     data: str = option("Folder with one folder of images per class, or `shapes`.")
-    format: str | None = option("Layout of the data; guessed if not given.", None)
+    format: str | None = option(f"Layout of the data: {', '.join(list_readers())}; default: detected.", None)
 
 
 @dataclass(frozen=True, kw_only=True)

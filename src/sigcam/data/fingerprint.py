@@ -1,4 +1,4 @@
-"""Hashes that tell one list of samples from another."""
+"""Fingerprints of samples: their annotations, and the files they are read from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sigcam.data.sample import Samples
 
 
 def data_fingerprint(samples: Samples) -> str:
-    """A hash of the samples' ids, labels, boxes, sizes and class names."""
+    """Return a hash of the ids, labels, boxes, sizes and class names."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps(list(samples.classes)).encode())
     for sample in samples:
@@ -21,12 +21,11 @@ def data_fingerprint(samples: Samples) -> str:
 
 
 def files_fingerprint(samples: Samples) -> str:
-    """A hash of the sizes and dates of the files that pictures and masks are read from: it tells them from
-    later ones of the same names, and is another for a copy."""
+    """Return a hash of the sizes and modification times of the image and mask files."""
     digest = hashlib.blake2b(digest_size=16)
     for sample in samples:
-        bound: tuple[Any, ...] = getattr(sample.open_mask, "args", ())  # a reader binds the files of a mask
-        masks = [path for each in bound for path in (each if isinstance(each, tuple) else (each,))]
+        mask_args: tuple[Any, ...] = getattr(sample.open_mask, "args", ())  # readers use partial(open, files)
+        masks = [path for arg in mask_args for path in (arg if isinstance(arg, tuple) else (arg,))]
         for path in (sample.path, *masks):
             digest.update(f"{file_stamp(path)}\n".encode() if isinstance(path, Path) else b"\n")
     return digest.hexdigest()

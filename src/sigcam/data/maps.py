@@ -1,9 +1,9 @@
-"""Score maps on disk, .npy or .png, named by the ids of the images they belong to."""
+"""Score maps on disk, .npy or .png, named after the images they belong to."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +12,17 @@ from sigcam.core.errors import DataError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-ROUNDING = 1e-6  # how far a value may leave [0, 1], as the resizing of float32 maps does
+RANGE_TOLERANCE = 1e-6  # resized float32 maps may leave [0, 1] by this much
 
 
 def find_maps(folder: str | Path, ids: Sequence[str], *, extra: bool = False) -> list[Path]:
-    """The file of each image's map: for `a/b.jpg` a/b.jpg.npy, a/b.npy, a__b.npy or a__b.map.npy, which is
-    what `sigcam explain` writes; or .png instead of .npy.
+    """Return the map file of each image.
+
+    The map of `a/b.jpg` is a/b.jpg.npy, a/b.npy, a__b.npy or, as `sigcam explain` writes it, a__b.map.npy;
+    or the same with .png.
 
     Args:
-        extra: let maps be there that belong to none of the images.
+        extra: allow maps that belong to none of the images.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -29,17 +31,17 @@ def find_maps(folder: str | Path, ids: Sequence[str], *, extra: bool = False) ->
     for path in sorted(folder.rglob("*")):
         if path.suffix.lower() in (".npy", ".png") and not path.name.lower().endswith(".map.png"):
             files.setdefault(_flat(path.relative_to(folder).with_suffix("").as_posix()), []).append(path)
-    stems = Counter(_flat(id.removesuffix(PurePosixPath(id).suffix)) for id in ids)
-    found, owners = list[Path](), dict[str, str]()
-    for id in ids:
-        stem = _flat(id.removesuffix(PurePosixPath(id).suffix))
-        names = (_flat(id), *([stem] if stems[stem] == 1 else []))  # two images may differ in ending alone
+    stems = [_flat(id.removesuffix(PurePosixPath(id).suffix)) for id in ids]
+    stem_counts = Counter(stems)
+    maps, owners = list[Path](), dict[str, str]()
+    for id, stem in zip(ids, stems, strict=True):
+        names = (_flat(id), *([stem] if stem_counts[stem] == 1 else []))  # ids may differ in extension only
         keys = [key for name in dict.fromkeys(names) for key in (name, f"{name}.map") if key in files]
         paths = [path for key in keys for path in files[key]]
         if not paths:
-            looked = ", ".join(f"{name}.npy" for name in names)
+            tried = ", ".join(f"{name}.npy" for name in names)
             raise DataError(
-                f"image {id} has no map in {folder}: looked for {looked} and .png, / as __ or as folder."
+                f"image {id} has no map in {folder}: looked for {tried} and .png, / as __ or as folder."
             )
         if len(paths) > 1:
             raise DataError(f"image {id} has several maps: {paths[0]} and {paths[1]}: remove one.")
@@ -48,18 +50,18 @@ def find_maps(folder: str | Path, ids: Sequence[str], *, extra: bool = False) ->
                 f"{paths[0]} could be the map of image {owners[keys[0]]} and of {id}: use folders."
             )
         owners[keys[0]] = id
-        found.append(paths[0])
-    strangers = [path for key, paths in files.items() if key not in owners for path in paths]
-    if strangers and not extra:
+        maps.append(paths[0])
+    unused = [path for key, paths in files.items() if key not in owners for path in paths]
+    if unused and not extra:
         raise DataError(
-            f"{strangers[0]} is the map of no image of the data ({len(strangers)} such in all): take it out, "
-            "or score the split it belongs to."
+            f"{unused[0]} is the map of no image of the data ({len(unused)} such in all): remove it, "
+            "or evaluate the split it belongs to."
         )
-    return found
+    return maps
 
 
 def map_names(ids: Iterable[str]) -> list[str]:
-    """A file name without ending for each image's map, `photo.map` for `photo.jpg`; no two are equal."""
+    """Return a unique file name without extension for each image's map: `photo.map` for `photo.jpg`."""
     flat = [_flat(id) for id in ids]
     stems = [name.rsplit(".", 1)[0] for name in flat]
     repeated = {stem for stem, count in Counter(stems).items() if count > 1}
@@ -67,7 +69,7 @@ def map_names(ids: Iterable[str]) -> list[str]:
 
 
 def open_map(path: Path, id: str) -> NDArray[Any]:
-    """The map, (H, W) float32 in [0, 1]: .npy as it stands, .png of 8 or 16 bits by its full range."""
+    """Return the map of an image, (H, W) float32 in [0, 1]: .npy values as stored, .png by its full range."""
     import numpy as np
 
     try:
@@ -83,11 +85,25 @@ def open_map(path: Path, id: str) -> NDArray[Any]:
     if not np.isfinite(values).all():
         raise DataError(f"image {id}: its map {path} holds NaN or infinite values.")
     low, high = float(values.min()), float(values.max())
-    if low < -ROUNDING or high > 1 + ROUNDING:
+    if low < -RANGE_TOLERANCE or high > 1 + RANGE_TOLERANCE:
         raise DataError(
             f"image {id}: its map {path} has values from {low:.6g} to {high:.6g}: scale each map to [0, 1]."
         )
     return values.astype(np.float32).clip(0, 1)
+
+
+def same_shape(
+    maps: Iterable[tuple[int, NDArray[Any]]], most: int
+) -> Iterator[list[tuple[int, NDArray[Any]]]]:
+    """Yield batches of consecutive (index, map) pairs whose maps have one shape, at most `most` long."""
+    batch = list[tuple[int, "NDArray[Any]"]]()
+    for index, values in maps:
+        if batch and (len(batch) == most or values.shape != batch[0][1].shape):
+            yield batch
+            batch = []
+        batch.append((index, values))
+    if batch:
+        yield batch
 
 
 def _open_png(path: Path) -> NDArray[Any]:
@@ -96,24 +112,10 @@ def _open_png(path: Path) -> NDArray[Any]:
 
     with Image.open(path) as image:
         if image.mode not in ("1", "L", "I", "I;16", "I;16B"):
-            raise ValueError("it is a colour picture, not a grey one of 8 or 16 bits")
+            raise ValueError("it is a colour image, not a grey one of 8 or 16 bits")
         pixels = np.asarray(image, dtype=np.float64)
         return pixels / {"1": 1, "L": 255}.get(image.mode, 65535)
 
 
 def _flat(name: str) -> str:
     return name.replace("\\", "/").strip("/").replace("/", "__")
-
-
-def same_shape(
-    maps: Iterable[tuple[int, NDArray[Any]]], most: int
-) -> Iterable[list[tuple[int, NDArray[Any]]]]:
-    """Runs of neighbours of one shape, at most `most` long."""
-    run = list[tuple[int, "NDArray[Any]"]]()
-    for index, values in maps:
-        if run and (len(run) == most or values.shape != run[0][1].shape):
-            yield run
-            run = []
-        run.append((index, values))
-    if run:
-        yield run

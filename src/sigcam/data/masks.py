@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,25 +12,35 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+COMMON_SIZE = (224, 224)  # (height, width) for the masks of one image when their sizes differ
+
 
 def open_masks(objects: Sequence[Path], ignored: Sequence[Path]) -> NDArray[np.uint8]:
-    """(H, W): 1 where any mask is, 255 where an ignore mask and no object is, else 0 (PROTOCOL 5.5)."""
+    """Combine mask files, (H, W): 1 in any object mask, else 255 in any ignore mask (PROTOCOL 5.5)."""
     import numpy as np
 
-    grey = [_open_grey(path) for path in (*objects, *ignored)]
-    if len({mask.shape for mask in grey}) > 1:  # a pixel of one is no pixel of the other
-        grey = [resize_mask(mask, PROTOCOL_SIZE) for mask in grey]
-    result = np.zeros(grey[0].shape, np.uint8)
-    for index, mask in reversed(list(enumerate(grey))):  # objects last: they win
-        result[mask > 0] = 1 if index < len(objects) else 255
-    return result
+    deep = ("I", "I;16", "I;16L", "I;16B", "I;16N")
+    masks = [_open_grey(path, as_stored=deep) for path in (*objects, *ignored)]
+    if len({mask.shape for mask in masks}) > 1:
+        masks = [resize_mask(mask, COMMON_SIZE) for mask in masks]
+    combined = np.zeros(masks[0].shape, np.uint8)
+    for index, mask in reversed(list(enumerate(masks))):  # objects last, so that they win
+        combined[mask > 0] = 1 if index < len(objects) else 255
+    return combined
+
+
+def open_levels(path: Path) -> NDArray[np.uint8]:
+    """Return the values of a mask file as stored, (H, W); for a palette image, its indices."""
+    import numpy as np
+
+    return _open_grey(path, as_stored=("L", "P")).astype(np.uint8)
 
 
 def resize_mask(mask: NDArray[Any], size: tuple[int, int]) -> NDArray[Any]:
-    """The (H, W) mask at (height, width): pixel i is that at floor(i / (height / H)), as OpenCV has it."""
+    """Resize an (H, W) mask to (height, width) by nearest neighbour, bit-equal to OpenCV."""
     import numpy as np
 
-    rows, columns = (  # the two divisions round as OpenCV's do; i * H // height gives other pixels at times
+    rows, columns = (  # these two divisions round as in OpenCV; i * H // height differs for some sizes
         np.minimum((np.arange(new) * (1 / (new / old))).astype(np.int64), old - 1)
         for new, old in zip(size, mask.shape, strict=True)
     )
@@ -38,27 +48,13 @@ def resize_mask(mask: NDArray[Any], size: tuple[int, int]) -> NDArray[Any]:
     return resized
 
 
-def _open_grey(path: Path) -> NDArray[Any]:
+def _open_grey(path: Path, as_stored: Collection[str]) -> NDArray[Any]:
+    """Return the pixels of an image of one of these modes as stored, of any other mode as 8-bit grey."""
     import numpy as np
     from PIL import Image
 
     try:
         with Image.open(path) as image:
-            return np.asarray(image if image.mode.startswith("I") else image.convert("L"))
-    except Exception as error:  # as in open_picture: decoders raise nearly everything
+            return np.asarray(image if image.mode in as_stored else image.convert("L"))
+    except Exception as error:  # decoders raise almost anything on damaged files
         raise DataError(f"cannot read the mask {path}: {error}.") from error
-
-
-def open_levels(path: Path) -> NDArray[np.uint8]:
-    """The values of a mask file, (H, W), as they are stored."""
-    import numpy as np
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            return np.asarray(image if image.mode in ("L", "P") else image.convert("L"), dtype=np.uint8)
-    except Exception as error:  # as in open_picture: decoders raise nearly everything
-        raise DataError(f"cannot read the mask {path}: {error}.") from error
-
-
-PROTOCOL_SIZE = (224, 224)  # what masks of several sizes are brought to

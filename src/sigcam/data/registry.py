@@ -1,29 +1,117 @@
-"""READERS: every data set layout that can be read, and `open_dataset`."""
+"""Registry of data set layouts: how each one is read and recognized."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from sigcam.core.errors import DataError
+from sigcam.core.errors import ConfigError, DataError
+from sigcam.data.readers.cars import cars, is_cars
+from sigcam.data.readers.cub import cub, is_cub
+from sigcam.data.readers.folder import folder
+from sigcam.data.readers.ilsvrc import ilsvrc, is_ilsvrc
+from sigcam.data.readers.pets import is_pets, pets
+from sigcam.data.readers.shapes import is_shapes, read_shapes
+from sigcam.data.readers.wsol import is_wsol, wsol
 from sigcam.data.sample import Samples
 
-if TYPE_CHECKING:
-    pass
+
+def _never(path: str | Path) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A data set layout.
+
+    Args:
+        about: one line for the documentation: files, splits, annotations.
+        read: called as `read(path, split="train")`; returns the samples of that split.
+        detect: returns whether a path has this layout. Without it, the layout is only read by name.
+    """
+
+    about: str
+    read: Callable[..., Samples]
+    detect: Callable[[str | Path], bool] = _never
+
+    def __call__(self, path: str | Path, *, split: str = "train") -> Samples:
+        """Return the samples of one split."""
+        return self.read(path, split=split)
+
+
+READERS: dict[str, Reader] = {  # layouts are detected in this order
+    "shapes": Reader(
+        "the word `shapes`, or `shapes:500` for 500 images: birds drawn in memory, without files; splits "
+        "train, val, test; labels, boxes, masks",
+        read_shapes,
+        is_shapes,
+    ),
+    "folder": Reader(
+        "anything else: `<class>/<file>`, or `train/<class>/<file>` and `val/` or `test/`; labels, and boxes "
+        "from `boxes.csv`",
+        folder,
+    ),
+    "wsol": Reader(
+        "WSOL evaluator: `image_ids.txt` in `metadata/<split>/`, `<split>/` or "
+        "`../../metadata/<name>/<split>/`; splits train, val, test; labels, boxes or masks",
+        wsol,
+        is_wsol,
+    ),
+    "cub": Reader(
+        "CUB-200-2011: `images.txt`, `image_class_labels.txt`, `train_test_split.txt`; splits train, test; "
+        "labels, one box, and masks from `segmentations/`",
+        cub,
+        is_cub,
+    ),
+    "cars": Reader(
+        "Stanford Cars: `cars_train_annos.mat` in `devkit/` (needs `pip install scipy`); splits train, test; "
+        "labels, one box",
+        cars,
+        is_cars,
+    ),
+    "pets": Reader(
+        "Oxford-IIIT Pet: `annotations/trainval.txt` and `images/`; splits train (trainval), test; labels, "
+        "masks",
+        pets,
+        is_pets,
+    ),
+    "ilsvrc": Reader(
+        "ImageNet: `train/` or `val/` with folders such as `n01440764`, also below `ILSVRC/Data/CLS-LOC`; "
+        "splits train, val (= test); labels, and boxes from `Annotations/`",
+        ilsvrc,
+        is_ilsvrc,
+    ),
+}
+
+
+def list_readers() -> list[str]:
+    """Return the names of the data set layouts that `open_dataset` can read."""
+    return list(READERS)
+
+
+def guess_format(path: str | Path) -> str:
+    """Return the first layout in READERS that detects its files in the path, else "folder"."""
+    return next((name for name, r in READERS.items() if isinstance(r, Reader) and r.detect(path)), "folder")
 
 
 def open_dataset(path: str | Path, *, format: str | None = None, split: str = "train") -> Samples:
-    """The samples of one split of a data set, read by `READERS[format]`; None guesses the format."""
+    """Return the samples of one split of a data set.
+
+    Args:
+        path: the folder of the data set, or "shapes" for synthetic images.
+        format: its layout, one of `list_readers()`; None detects it.
+        split: "train", "val" or "test", as far as the data set has them.
+    """
     name = guess_format(path) if format is None else format
     if name not in READERS:
-        raise DataError(f"there is no data format {name!r}: choose one of {', '.join(READERS)}.")
+        raise ConfigError(f"there is no data format {name!r}: choose one of {', '.join(READERS)}.")
     return READERS[name](path, split=split)
 
 
 def open_training_data(path: str | Path, format: str | None) -> Samples:
-    """The training split of a data set; DataError unless it has two classes with two images each."""
+    """Return the training split; raise DataError unless it has two classes with two images each."""
     samples = open_dataset(path, format=format, split="train")
     if len(samples.classes) < 2:
         raise DataError(
@@ -37,7 +125,7 @@ def open_training_data(path: str | Path, format: str | None) -> Samples:
 
 
 def open_validation_data(path: str, format: str | None, train: Samples) -> Samples | None:
-    """The val split of a data set; None if it has none of its own: its test split or training images."""
+    """Return the val split; None if there is none, or if it is the test or the training split."""
     try:
         val = open_dataset(path, format=format, split="val")
     except DataError as error:
@@ -49,88 +137,3 @@ def open_validation_data(path: str, format: str | None, train: Samples) -> Sampl
     if any(sample.id in train_ids or (is_folder and sample.id.startswith("test/")) for sample in val):
         return None
     return val
-
-
-def guess_format(path: str | Path) -> str:
-    """The reader that fits: the words `shapes` and `shapes:COUNT`, not paths, name the synthetic set; lists
-    of image ids the layout of the WSOL evaluator; a data set's own files its own; the rest is class
-    folders."""
-    from sigcam.data.readers.cars import holds_cars
-    from sigcam.data.readers.cub import holds_cub
-    from sigcam.data.readers.ilsvrc import holds_ilsvrc
-    from sigcam.data.readers.pets import holds_pets
-    from sigcam.data.readers.wsol import holds_metadata
-
-    if isinstance(path, str) and path.partition(":")[0] == "shapes":
-        return "shapes"
-    tests = {
-        "wsol": holds_metadata,
-        "cub": holds_cub,
-        "cars": holds_cars,
-        "pets": holds_pets,
-        "ilsvrc": holds_ilsvrc,
-    }
-    return next((name for name, fits in tests.items() if fits(path)), "folder")
-
-
-def read_shapes(path: str | Path, *, split: str = "train") -> Samples:
-    """The synthetic birds: `shapes` for the default count, `shapes:500` for 500."""
-    from sigcam.data.readers.shapes import shapes
-
-    word, colon, count = str(path).partition(":")
-    if word != "shapes" or (colon and not count.isdecimal()):
-        raise DataError(f"cannot read {str(path)!r} as shapes: write shapes, or shapes:500 for a count.")
-    return shapes(int(count), split=split) if colon else shapes(split=split)
-
-
-def read_folder(path: str | Path, *, split: str = "train") -> Samples:
-    """Class folders of pictures, and boxes.csv."""
-    from sigcam.data.readers.folder import folder
-
-    return folder(path, split=split)
-
-
-def read_wsol(path: str | Path, *, split: str = "train") -> Samples:
-    """Pictures with boxes or masks, listed in the layout of the WSOL evaluator."""
-    from sigcam.data.readers.wsol import wsol
-
-    return wsol(path, split=split)
-
-
-def read_cub(path: str | Path, *, split: str = "train") -> Samples:
-    """CUB-200-2011 as published."""
-    from sigcam.data.readers.cub import cub
-
-    return cub(path, split=split)
-
-
-def read_cars(path: str | Path, *, split: str = "train") -> Samples:
-    """Stanford Cars as published."""
-    from sigcam.data.readers.cars import cars
-
-    return cars(path, split=split)
-
-
-def read_pets(path: str | Path, *, split: str = "train") -> Samples:
-    """Oxford-IIIT Pet as published."""
-    from sigcam.data.readers.pets import pets
-
-    return pets(path, split=split)
-
-
-def read_ilsvrc(path: str | Path, *, split: str = "train") -> Samples:
-    """ImageNet ILSVRC as published."""
-    from sigcam.data.readers.ilsvrc import ilsvrc
-
-    return ilsvrc(path, split=split)
-
-
-READERS: dict[str, Callable[..., Samples]] = {
-    "shapes": read_shapes,
-    "folder": read_folder,
-    "wsol": read_wsol,
-    "cub": read_cub,
-    "cars": read_cars,
-    "pets": read_pets,
-    "ilsvrc": read_ilsvrc,
-}  # (path, split=) -> Samples

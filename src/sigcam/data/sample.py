@@ -1,4 +1,4 @@
-"""Sample, the one annotated image; Samples, a list of them with class names; the readers that make them."""
+"""Sample, one annotated image, and Samples, a list of them with class names."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Box = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Sample:
-    """One annotated image; a field that its data set cannot fill is None.
+    """One annotated image; annotations that its data set does not have are None.
 
     Args:
-        id: unique name, with `/`, used in messages and output files.
-        open: decodes the picture: RGB, upright. Raises DataError naming the file when it cannot.
-        label: class index, 0-based.
-        boxes: xyxy in pixels of the original image; x1, y1 are the last pixel inside.
+        id: unique name, with `/` as separator, used in messages and output files.
+        open: decodes the image as upright RGB; raises DataError with the file name if it cannot.
+        label: class index from 0.
+        boxes: xyxy in pixels of the original image; x1 and y1 are the last pixel inside.
         open_mask: decodes the mask, (H, W) uint8: 1 object, 0 background, 255 ignored.
-        size: width and height of the original image, where the file may be a smaller copy; None: as opened.
-        path: the file that `open` reads, where it is one.
+        size: width and height of the original image if the file may be a smaller copy; None: as opened.
+        path: the image file, if there is one.
     """
 
     id: str

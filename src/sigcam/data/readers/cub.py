@@ -1,4 +1,4 @@
-"""CUB-200-2011 as it is published: birds with a box each, and segmentations where they were unpacked too."""
+"""CUB-200-2011 as published: birds with one box each, and segmentations if they were downloaded too."""
 
 from __future__ import annotations
 
@@ -18,86 +18,84 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-IMAGES, CLASSES, LABELS, PARTS, BOXES = (
-    "images.txt",
-    "classes.txt",
-    "image_class_labels.txt",
-    "train_test_split.txt",
-    "bounding_boxes.txt",
-)
-SPLITS = {"train": "1", "test": "0"}
-HALF = 127  # a pixel is 0, 51, 102, 153, 204 or 255: how many of five annotators saw the bird there
-CubRows = dict[str, tuple[int, str]]  # line number and the rest of the line, by the number it begins with
+IMAGE_LIST, CLASS_LIST, BOX_LIST = "images.txt", "classes.txt", "bounding_boxes.txt"
+LABEL_LIST, SPLIT_LIST = "image_class_labels.txt", "train_test_split.txt"
+CUB_SPLITS = {"train": "1", "test": "0"}
+HALF_OF_THE_VOTES = 127  # a pixel is 51 times the number of annotators, of five, who marked it as bird
+CubRows = dict[str, tuple[int, str]]  # number at the start of a line -> line number, rest of the line
 
 
 def cub(root: str | Path, *, split: str = "train") -> Samples:
-    """The pictures of one official split; root is CUB_200_2011, or the folder that it was unpacked in.
+    """Return the images of an official split; root is CUB_200_2011 or the folder it was unpacked in.
 
-    Masks come from segmentations/ in or beside it: 1 where more than half of the annotators saw the bird.
+    Masks come from segmentations/ in or beside it: 1 where more than half of the annotators marked the bird.
     """
     home = _home(Path(root))
-    if split not in SPLITS:
-        raise DataError(f"{home} has no split {split!r}: it has {', '.join(SPLITS)}.")
-    images, labels, parts = (_rows(home / name) for name in (IMAGES, LABELS, PARTS))
-    boxes = _rows(home / BOXES) if (home / BOXES).is_file() else None
-    names = {number: name for number, (_, name) in _rows(home / CLASSES).items()}
-    places = {number: place for place, number in enumerate(names)}
+    if split not in CUB_SPLITS:
+        raise DataError(f"{home} has no split {split!r}: it has {', '.join(CUB_SPLITS)}.")
+    images, labels, splits = (_rows(home / name) for name in (IMAGE_LIST, LABEL_LIST, SPLIT_LIST))
+    boxes = _rows(home / BOX_LIST) if (home / BOX_LIST).is_file() else None
+    names = {number: name for number, (_, name) in _rows(home / CLASS_LIST).items()}
+    label_of = {number: label for label, number in enumerate(names)}
     masks = next((f for f in (home / "segmentations", home.parent / "segmentations") if f.is_dir()), None)
-    items, lines = list[Sample](), dict[str, int]()
+    items, line_of = list[Sample](), dict[str, int]()
     for number, (line, id) in images.items():
-        where = f"{home / IMAGES} line {line}: image {id}"
-        if lines.setdefault(id, line) != line:
-            raise DataError(f"{where} is in line {lines[id]} already: remove one.")
-        for rows, name in ((labels, LABELS), (parts, PARTS), (boxes, BOXES)):
+        where = f"{home / IMAGE_LIST} line {line}: image {id}"
+        if line_of.setdefault(id, line) != line:
+            raise DataError(f"{where} is in line {line_of[id]} already: remove one.")
+        for rows, name in ((labels, LABEL_LIST), (splits, SPLIT_LIST), (boxes, BOX_LIST)):
             if rows is not None and number not in rows:
                 raise DataError(f"{where} has no line in {name}: add one that begins with {number}.")
-        if parts[number][1] not in SPLITS.values():
-            raise DataError(f"{home / PARTS} line {parts[number][0]}: {parts[number][1]!r} is not 0 or 1.")
-        if parts[number][1] != SPLITS[split]:
+        line, code = splits[number]
+        if code not in CUB_SPLITS.values():
+            raise DataError(f"{home / SPLIT_LIST} line {line}: {code!r} is not 0 or 1.")
+        if code != CUB_SPLITS[split]:
             continue
         file = home / "images" / id
         if not file.is_file():
             raise DataError(f"{where} is not in {home / 'images'}: add it, or remove its lines.")
         line, label = labels[number]
-        if label not in places:
-            raise DataError(f"{home / LABELS} line {line}: image {id} has class {label}, not in {CLASSES}.")
+        if label not in label_of:
+            raise DataError(
+                f"{home / LABEL_LIST} line {line}: image {id} has class {label}, not in {CLASS_LIST}."
+            )
         box = None
         if boxes:
             line, text = boxes[number]
-            where = f"{home / BOXES} line {line}: image {id}"
-            box = _box(text, read_image_size(file, upright=False), where)
+            where = f"{home / BOX_LIST} line {line}: image {id}"
+            box = _parse_box(text, read_image_size(file, upright=False), where)
         mask = (masks / id).with_suffix(".png") if masks else None
         items.append(
             Sample(
                 id,
                 partial(open_image, file, upright=False),
-                places[label],
+                label_of[label],
                 (box,) if box else None,
                 partial(open_segmentation, mask) if mask and mask.is_file() else None,
                 path=file,
             )
         )
     if not items:
-        raise DataError(f"{home} has no split {split!r}: {PARTS} puts no picture in it.")
+        raise DataError(f"{home} has no split {split!r}: {SPLIT_LIST} puts no image in it.")
     return Samples(tuple(items), tuple(names.values()))
 
 
-def holds_cub(root: str | Path) -> bool:
-    """Whether the data set's own lists are there."""
+def is_cub(root: str | Path) -> bool:
+    """Return whether the lists of CUB-200-2011 are there."""
     home = _home(Path(root))
-    return all((home / name).is_file() for name in (IMAGES, LABELS, PARTS))
+    return all((home / name).is_file() for name in (IMAGE_LIST, LABEL_LIST, SPLIT_LIST))
 
 
 def open_segmentation(path: Path) -> NDArray[np.uint8]:
-    """(H, W): 1 where more than half of the annotators saw the bird, else 0."""
+    """Return a mask, (H, W): 1 where more than half of the annotators marked the bird, else 0."""
     import numpy as np
 
-    return (open_levels(path) > HALF).astype(np.uint8)
+    return (open_levels(path) > HALF_OF_THE_VOTES).astype(np.uint8)
 
 
 def _home(root: Path) -> Path:
     inner = root / "CUB_200_2011"
-    return inner if inner.is_dir() and not (root / IMAGES).is_file() else root
+    return inner if inner.is_dir() and not (root / IMAGE_LIST).is_file() else root
 
 
 def _rows(path: Path) -> CubRows:
@@ -112,16 +110,16 @@ def _rows(path: Path) -> CubRows:
     return rows
 
 
-def _box(text: str, size: ImageSize | None, where: str) -> Box:
-    """x, y, width, height as xyxy: in these lists x + width is the last pixel inside, at most W - 1, and the
-    public evaluator reads it so (PROTOCOL 5.6)."""
+def _parse_box(text: str, size: ImageSize | None, where: str) -> Box:
+    """Convert x, y, width, height to xyxy. In these lists x + width is the last pixel inside, at most W - 1,
+    and the public evaluator reads it so (PROTOCOL 5.6)."""
     try:
         x, y, width, height = map(float, text.split())
     except ValueError:
         raise DataError(f"{where} has {text!r}, which is not x, y, width and height.") from None
     corners = (x, y, x + width, y + height)
     if not all(map(math.isfinite, corners)) or min(x, y, width, height) < 0:
-        raise DataError(f"{where} has a box {text} that is inverted or begins outside the picture.")
+        raise DataError(f"{where} has a box {text} that is inverted or begins outside the image.")
     box = (int(corners[0]), int(corners[1]), int(corners[2]), int(corners[3]))
     check_box(box, size, where)
     return box

@@ -1,13 +1,12 @@
-"""ImageNet ILSVRC as it is published: folders of synsets, or a flat val folder, with boxes in XML files."""
+"""ImageNet ILSVRC as published: synset folders or a flat val folder, with boxes in XML files."""
 
 from __future__ import annotations
 
-import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from xml.etree import ElementTree
 
 from sigcam.core.errors import DataError
 from sigcam.core.types import ImageSize
@@ -16,146 +15,137 @@ from sigcam.data.sample import Box, Sample, Samples
 from sigcam.data.text_files import check_box, numbered_lines
 
 SYNSET = re.compile(r"n\d{8}")
-MAPPING = "LOC_synset_mapping.txt"
-FOLDERS = {"train": "train", "val": "val", "test": "val"}  # its own test pictures have no labels
+SYNSET_LIST = "LOC_synset_mapping.txt"
+FOLDER_OF = {"train": "train", "val": "val", "test": "val"}  # the images of the test folder have no labels
 
 
 @dataclass(frozen=True)
 class BoxFile:
-    """What an XML file says of a picture: (synset, box) of each object, and the size that boxes refer to."""
+    """The content of an XML file: (synset, box) of each object, and the image size the boxes refer to."""
 
     objects: tuple[tuple[str, Box], ...]
     size: ImageSize | None
 
 
 def ilsvrc(root: str | Path, *, split: str = "train") -> Samples:
-    """The pictures of train or val (for test, too: PROTOCOL 5.6), classes in the order of their synset ids.
+    """Return the images of train or val (also for test: PROTOCOL 5.6); classes are sorted by synset id.
 
-    Pictures are in <split>/<synset>/ or, where XML files tell their class, directly in <split>; root may also
-    be above ILSVRC/Data/CLS-LOC. Boxes are those of the labelled class, from Annotations.
+    Images are in <split>/<synset>/ or, if XML files name their class, directly in <split>; root may also be
+    the folder above ILSVRC/Data/CLS-LOC. Boxes are those of the labelled class, from Annotations.
     """
     root = Path(root)
-    home = _pictures(root, FOLDERS.get(split, split))
-    if home is None or split not in FOLDERS:
-        found = [name for name in ("train", "val") if _pictures(root, name)]
+    home = _image_folder(root, FOLDER_OF.get(split, split))
+    if home is None or split not in FOLDER_OF:
+        splits = [name for name in ("train", "val") if _image_folder(root, name)]
         raise DataError(
-            f"{root} has no split {split!r}: it has {', '.join(found) or 'neither train nor val'}."
+            f"{root} has no split {split!r}: it has {', '.join(splits) or 'neither train nor val'}."
         )
-    notes = _note_files(root, home.name)
-    read = list[tuple[Path, str, BoxFile | None]]()
-    for picture in list_images(home):
-        file = notes.get(picture.stem)
-        said = read_notes(file) if file else None
-        read.append((picture, _synset(home, picture, said), said))
-    if not read:
-        raise DataError(f"{home} holds no pictures.")
-    classes = _classes(root) or sorted({synset for _, synset, _ in read})
-    places = {synset: place for place, synset in enumerate(classes)}
+    xml_folder = _xml_folder(root, home.name)
+    xml_files = {path.stem: path for path in xml_folder.rglob("*.xml")} if xml_folder else {}
+    entries = list[tuple[Path, str, BoxFile | None]]()
+    for image in list_images(home):
+        xml = read_box_file(xml_files[image.stem]) if image.stem in xml_files else None
+        entries.append((image, _synset(home, image, xml), xml))
+    if not entries:
+        raise DataError(f"{home} holds no images.")
+    classes = _classes(root) or sorted({synset for _, synset, _ in entries})
+    label_of = {synset: label for label, synset in enumerate(classes)}
     items = list[Sample]()
-    for picture, synset, said in read:
-        if synset not in places:
+    for image, synset, xml in entries:
+        if synset not in label_of:
             raise DataError(
-                f"{picture} is of class {synset}, which {_pictures(root, 'train')} does not have."
+                f"{image} is of class {synset}, which {_image_folder(root, 'train')} does not have."
             )
-        boxes = tuple(box for name, box in said.objects if name == synset) if said else ()
-        if said and not said.size:
+        boxes = tuple(box for name, box in xml.objects if name == synset) if xml else ()
+        if xml and not xml.size:
             for box in boxes:
-                check_box(box, read_image_size(picture, upright=False), f"{notes[picture.stem]}: the picture")
+                check_box(box, read_image_size(image, upright=False), f"{xml_files[image.stem]}: the image")
         items.append(
             Sample(
-                picture.relative_to(home.parent).as_posix(),
-                partial(open_image, picture, upright=False),
-                places[synset],
+                image.relative_to(home.parent).as_posix(),
+                partial(open_image, image, upright=False),
+                label_of[synset],
                 boxes or None,
-                size=said.size if said and boxes else None,
-                path=picture,
+                size=xml.size if xml and boxes else None,
+                path=image,
             )
         )
     return Samples(tuple(items), tuple(classes))
 
 
-def holds_ilsvrc(root: str | Path) -> bool:
-    """Whether train or val hold folders named by synset ids, or val pictures beside Annotations."""
+def is_ilsvrc(root: str | Path) -> bool:
+    """Return whether train or val holds folders named by synset ids, or images with Annotations."""
     for name in ("train", "val"):
-        home = _pictures(Path(root), name)
+        home = _image_folder(Path(root), name)
         if home and any(SYNSET.fullmatch(entry.name) and entry.is_dir() for entry in home.iterdir()):
             return True
-        if home and _note_folder(Path(root), name) and any(is_image(entry) for entry in home.iterdir()):
+        if home and _xml_folder(Path(root), name) and any(is_image(entry) for entry in home.iterdir()):
             return True
     return False
 
 
-def read_notes(path: Path) -> BoxFile:
-    """The objects of an XML file. Boxes are cut to the picture, corners put in order: some were drawn beyond
-    it, or from the right; x1 and y1 are the last pixel inside."""
+def read_box_file(path: Path) -> BoxFile:
+    """Return the objects of an XML file. Corners are put in order and boxes are clipped to the image, because
+    some were drawn beyond it or from the right; x1 and y1 are the last pixel inside."""
+    from xml.etree import ElementTree
+
     try:
         tree = ElementTree.parse(path).getroot()
         width, height = (int(tree.findtext(f"size/{name}", "0")) for name in ("width", "height"))
         objects = list[tuple[str, Box]]()
-        for thing in tree.findall("object"):
-            x0, y0, x1, y1 = (
-                int(float(thing.findtext(f"bndbox/{name}", ""))) for name in ("xmin", "ymin", "xmax", "ymax")
-            )
-            x0, x1 = _cut(x0, x1, width)
-            y0, y1 = _cut(y0, y1, height)
-            objects.append((thing.findtext("name", "").strip(), (x0, y0, x1, y1)))
+        for element in tree.findall("object"):
+            corners = (element.findtext(f"bndbox/{name}", "") for name in ("xmin", "ymin", "xmax", "ymax"))
+            x0, y0, x1, y1 = (int(float(text)) for text in corners)
+            x0, x1 = _clip(x0, x1, width)
+            y0, y1 = _clip(y0, y1, height)
+            objects.append((element.findtext("name", "").strip(), (x0, y0, x1, y1)))
     except (ElementTree.ParseError, ValueError, OverflowError, LookupError, OSError) as error:
         raise DataError(f"cannot read the boxes of {path}: {error}.") from error
     return BoxFile(tuple(objects), ImageSize(width, height) if width > 0 and height > 0 else None)
 
 
-def _cut(start: int, end: int, length: int) -> tuple[int, int]:
+def _clip(start: int, end: int, length: int) -> tuple[int, int]:
     start, end = min(start, end), max(start, end)
     last = length - 1 if length > 0 else end
     if end < 0 or start > last:
-        raise ValueError(f"a box from {start} to {end} is outside the {length} pixels of the picture")
+        raise ValueError(f"a box from {start} to {end} is outside the {length} pixels of the image")
     return max(start, 0), min(end, last)
 
 
-def _synset(home: Path, picture: Path, said: BoxFile | None) -> str:
-    """The class: the folder's name, else that of the objects."""
-    folder = picture.relative_to(home).parts[0]
-    if folder != picture.name:
+def _synset(home: Path, image: Path, xml: BoxFile | None) -> str:
+    """Return the class of an image: the name of its folder, or of the objects in its XML file."""
+    folder = image.relative_to(home).parts[0]
+    if folder != image.name:
         if not SYNSET.fullmatch(folder):
             raise DataError(f"{home / folder} is not named by a synset id such as n01440764: rename it.")
         return folder
-    names = {name for name, _ in said.objects} if said else set[str]()
+    names = {name for name, _ in xml.objects} if xml else set[str]()
     if len(names) != 1:
-        seen = f"its XML file names {len(names)} classes" if said else "it has no XML file in Annotations"
+        reason = f"its XML file names {len(names)} classes" if xml else "it has no XML file in Annotations"
         raise DataError(
-            f"cannot tell the class of {picture}: {seen}. Put it into a folder named by its synset."
+            f"cannot tell the class of {image}: {reason}. Put it into a folder named by its synset."
         )
     return names.pop()
 
 
 def _classes(root: Path) -> list[str]:
-    """Synset ids in order: of LOC_synset_mapping.txt, else of the train folder, else none."""
-    listed = next((f for f in (root / MAPPING, root.parent / MAPPING) if f.is_file()), None)
-    if listed is not None:
-        return sorted(text.split()[0] for _, text in numbered_lines(listed))
-    home = _pictures(root, "train")
+    """Return the sorted synset ids of LOC_synset_mapping.txt, else of the train folder, else nothing."""
+    file = next((f for f in (root / SYNSET_LIST, root.parent / SYNSET_LIST) if f.is_file()), None)
+    if file is not None:
+        return sorted(text.split()[0] for _, text in numbered_lines(file))
+    home = _image_folder(root, "train")
     return sorted(e.name for e in home.iterdir() if SYNSET.fullmatch(e.name)) if home else []
 
 
-def _bases(root: Path) -> tuple[Path, ...]:
-    return root, root / "ILSVRC"
+def _image_folder(root: Path, name: str) -> Path | None:
+    bases = (root, root / "ILSVRC")
+    return _first_folder(f for base in bases for f in (base / "Data" / "CLS-LOC" / name, base / name))
 
 
-def _pictures(root: Path, name: str) -> Path | None:
-    places = (place for base in _bases(root) for place in (base / "Data" / "CLS-LOC" / name, base / name))
-    return next((place for place in places if place.is_dir()), None)
+def _xml_folder(root: Path, name: str) -> Path | None:
+    homes = (root / "Annotations", root / "ILSVRC" / "Annotations")
+    return _first_folder(f for home in homes for f in (home / "CLS-LOC" / name, home / name, home))
 
 
-def _note_folder(root: Path, name: str) -> Path | None:
-    homes = [base / "Annotations" for base in _bases(root)]
-    places = (place for home in homes for place in (home / "CLS-LOC" / name, home / name, home))
-    return next((place for place in places if place.is_dir()), None)
-
-
-def _note_files(root: Path, name: str) -> dict[str, Path]:
-    """The XML files of a split, by the name of their picture."""
-    folder = _note_folder(root, name)
-    found = dict[str, Path]()
-    for at, _, files in os.walk(folder) if folder else ():
-        found |= {file.removesuffix(".xml"): Path(at) / file for file in files if file.endswith(".xml")}
-    return found
+def _first_folder(folders: Iterable[Path]) -> Path | None:
+    return next((folder for folder in folders if folder.is_dir()), None)

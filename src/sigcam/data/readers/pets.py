@@ -1,6 +1,6 @@
-"""Oxford-IIIT Pet as it is published: cats and dogs of 37 breeds with trimaps.
+"""Oxford-IIIT Pet as published: cats and dogs of 37 breeds with trimaps.
 
-The boxes in annotations/xmls are of heads, not of the animals, and are left alone.
+The boxes in annotations/xmls are boxes of heads, not of animals, and are not used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sigcam.core.errors import DataError
 from sigcam.data.images import open_image
 from sigcam.data.masks import open_levels
 from sigcam.data.sample import Sample, Samples
-from sigcam.data.text_files import MOST_CLASSES, is_whole_number, numbered_lines
+from sigcam.data.text_files import MAX_CLASSES, is_whole_number, numbered_lines
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,50 +24,49 @@ TRIMAP = {1: 1, 2: 0, 3: 255}  # object, background, border
 
 
 def pets(root: str | Path, *, split: str = "train") -> Samples:
-    """The pictures of one official list, trainval.txt for train; masks are trimaps, their border ignored."""
+    """Return the images of an official list, trainval.txt for train; masks are trimaps, borders ignored."""
     root = Path(root)
-    at = root / "annotations"
-    found = [part for part, name in LISTS.items() if (at / name).is_file()]
-    if split not in found:
-        raise DataError(f"{root} has no split {split!r}: it has {', '.join(found) or 'no annotations'}.")
-    names, numbers = dict[int, str](), dict[str, int]()
+    home = root / "annotations"
+    splits = [name for name, file in LISTS.items() if (home / file).is_file()]
+    if split not in splits:
+        raise DataError(f"{root} has no split {split!r}: it has {', '.join(splits) or 'no annotations'}.")
+    breed_of, label_of = dict[int, str](), dict[str, int]()
     items = list[Sample]()
-    for part in found:
-        file = at / LISTS[part]
-        for line, name, label in _entries(file):
-            where, breed = f"{file} line {line}: image {name}", name.rpartition("_")[0]
-            if names.setdefault(label, breed) != breed:
-                raise DataError(f"{where} has class {label + 1}, which is {names[label]} elsewhere.")
-            if numbers.setdefault(breed, label) != label:
-                raise DataError(f"{where} has class {label + 1}; {breed} is {numbers[breed] + 1} elsewhere.")
-            if part != split:
+    for name in splits:
+        file = home / LISTS[name]
+        for line, id, label in _entries(file):
+            where, breed = f"{file} line {line}: image {id}", id.rpartition("_")[0]
+            if breed_of.setdefault(label, breed) != breed:
+                raise DataError(f"{where} has class {label + 1}, which is {breed_of[label]} elsewhere.")
+            if label_of.setdefault(breed, label) != label:
+                raise DataError(f"{where} has class {label + 1}; {breed} is {label_of[breed] + 1} elsewhere.")
+            if name != split:
                 continue
-            picture, trimap = root / "images" / f"{name}.jpg", at / "trimaps" / f"{name}.png"
-            if not picture.is_file():
+            image, trimap = root / "images" / f"{id}.jpg", home / "trimaps" / f"{id}.png"
+            if not image.is_file():
                 raise DataError(f"{where} is not in {root / 'images'}: add it, or remove the line.")
             mask = partial(open_trimap, trimap) if trimap.is_file() else None
-            open_ = partial(open_image, picture, upright=False)
-            items.append(Sample(name, open_, label, None, mask, path=picture))
+            items.append(Sample(id, partial(open_image, image, upright=False), label, None, mask, path=image))
     if not items:
-        raise DataError(f"{at / LISTS[split]} names no pictures.")
-    classes = tuple(names.get(label, f"class {label + 1}") for label in range(max(names) + 1))
+        raise DataError(f"{home / LISTS[split]} lists no images.")
+    classes = tuple(breed_of.get(label, f"class {label + 1}") for label in range(max(breed_of) + 1))
     return Samples(tuple(items), classes)
 
 
-def holds_pets(root: str | Path) -> bool:
-    """Whether the data set's own lists are there."""
-    at = Path(root) / "annotations"
-    return any((at / name).is_file() for name in LISTS.values()) and (Path(root) / "images").is_dir()
+def is_pets(root: str | Path) -> bool:
+    """Return whether the lists of Oxford-IIIT Pet are there."""
+    lists = (Path(root) / "annotations" / name for name in LISTS.values())
+    return any(path.is_file() for path in lists) and (Path(root) / "images").is_dir()
 
 
 def open_trimap(path: Path) -> NDArray[np.uint8]:
-    """(H, W): 1 object, 0 background, 255 the border between them, which is ignored."""
+    """Return a mask, (H, W): 1 object, 0 background, 255 the border between them."""
     import numpy as np
 
     levels = open_levels(path)
-    wrong = sorted({int(value) for value in np.unique(levels)} - TRIMAP.keys())
-    if wrong:
-        raise DataError(f"cannot read the mask {path}: a trimap has the values 1, 2 and 3, not {wrong[0]}.")
+    invalid = sorted({int(value) for value in np.unique(levels)} - TRIMAP.keys())
+    if invalid:
+        raise DataError(f"cannot read the mask {path}: a trimap has the values 1, 2 and 3, not {invalid[0]}.")
     table = np.zeros(256, np.uint8)
     for level, meaning in TRIMAP.items():
         table[level] = meaning
@@ -76,18 +75,17 @@ def open_trimap(path: Path) -> NDArray[np.uint8]:
 
 
 def _entries(path: Path) -> list[tuple[int, str, int]]:
-    """Line number, name and 0-based class of each picture."""
-    entries, seen = list[tuple[int, str, int]](), dict[str, int]()
+    """Return (line number, image name, class from 0) of each line."""
+    entries, line_of = list[tuple[int, str, int]](), dict[str, int]()
     for line, text in numbered_lines(path):
         if text.startswith("#"):
             continue
         fields = text.split()
-        if len(fields) < 2 or not is_whole_number(fields[1]) or not 1 <= int(fields[1]) <= MOST_CLASSES:
+        if len(fields) < 2 or not is_whole_number(fields[1]) or not 1 <= int(fields[1]) <= MAX_CLASSES:
             raise DataError(
-                f"{path} line {line}: {text!r} is not a name and a class, from 1 to {MOST_CLASSES}."
+                f"{path} line {line}: {text!r} is not a name and a class, from 1 to {MAX_CLASSES}."
             )
-        if fields[0] in seen:
-            raise DataError(f"{path} line {line}: image {fields[0]} is in line {seen[fields[0]]} already.")
-        seen[fields[0]] = line
+        if line_of.setdefault(fields[0], line) != line:
+            raise DataError(f"{path} line {line}: image {fields[0]} is in line {line_of[fields[0]]} already.")
         entries.append((line, fields[0], int(fields[1]) - 1))
     return entries

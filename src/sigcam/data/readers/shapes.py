@@ -1,348 +1,74 @@
-"""shapes: birds that differ in three small parts, drawn in code; the data set that needs no files.
+"""shapes: synthetic birds that differ in three small parts. Needs no files.
 
 A class is a crest or a cap, a barred or a spotted wing, a forked or a fanned tail: 2 x 2 x 2 = 8 birds. The
-rest (colours, build, pose, size, place, background, things lying about) comes from the seed, not the class.
+rest (colours, build, pose, size, position, background, distractors) depends on the seed, not on the class.
 """
 
 from __future__ import annotations
 
-import colorsys
-import math
-import zlib
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-import numpy as np
-from PIL import Image, ImageDraw
-
-from sigcam.core.errors import DataError
+from sigcam.core.errors import ConfigError
 from sigcam.core.types import ImageSize
 from sigcam.data.sample import Sample, Samples
 
-if TYPE_CHECKING:
-    from numpy.random import Generator
-    from numpy.typing import NDArray
-
-    Points = NDArray[np.float64]  # (V, 2) x, y; y points down
-    Colour = tuple[int, int, int]
-    Part = tuple[Points, Colour]  # a filled polygon
-
-CLASSES = tuple(
+SHAPE_CLASSES = tuple(
     f"{crown} {wing} {tail}"
     for crown in ("crested", "capped")
     for wing in ("barred", "spotted")
     for tail in ("forktail", "fantail")
 )
-SPLITS = ("train", "val", "test")
-SMALLEST, LARGEST = 0.11, 0.59  # of the picture: leaves the tight box, in whole pixels, between 10% and 60%
-SHARP = 3  # everything is drawn this much larger, then averaged down: smooth edges
+SHAPE_SPLITS = ("train", "val", "test")
 
 
 def shapes(count: int = 2000, *, split: str = "train", seed: int = 0, size: int = 224) -> Samples:
-    """The first `count` birds of a split: label, mask, and a tight box of 10% to 60% of the picture.
+    """Return `count` birds with label, mask and a tight box that covers 10% to 60% of the image.
 
-    Sample i depends on (seed, split, i, size) alone, not on `count`; its class is i modulo 8. Pictures are
-    drawn when they are opened.
+    Sample i depends only on (seed, split, i, size); its class is i modulo 8. Images are drawn when opened.
     """
+    from sigcam.data.shape_drawing import ShapeKey, draw_bird_mask, draw_image, tight_box
+
     if count < 1:
-        raise DataError(f"shapes cannot make {count} pictures: ask for 1 or more, e.g. shapes:500.")
-    if split not in SPLITS:
-        raise DataError(f"shapes has no split {split!r}: choose one of {', '.join(SPLITS)}.")
+        raise ConfigError(f"shapes cannot make {count} images: ask for 1 or more, e.g. shapes:500.")
+    if split not in SHAPE_SPLITS:
+        raise ConfigError(f"shapes has no split {split!r}: choose one of {', '.join(SHAPE_SPLITS)}.")
     if seed < 0:
-        raise DataError(f"shapes cannot use the seed {seed}: seeds are 0 or more.")
+        raise ConfigError(f"shapes cannot use the seed {seed}: seeds are 0 or more.")
     if size < 32:
-        raise DataError(f"shapes cannot draw at {size} pixels: the parts need a size of 32 or more.")
-    return Samples(tuple(_sample(ShapeKey(seed, split, index, size)) for index in range(count)), CLASSES)
+        raise ConfigError(f"shapes cannot draw at {size} pixels: the parts need a size of 32 or more.")
+    keys = [ShapeKey(seed, split, index, size) for index in range(count)]
+    items = (
+        Sample(
+            id=f"{split}/{key.index:06d}",
+            open=partial(draw_image, key),
+            label=key.index % len(SHAPE_CLASSES),
+            boxes=(tight_box(key),),
+            open_mask=partial(draw_bird_mask, key),
+            size=ImageSize(size, size),
+        )
+        for key in keys
+    )
+    return Samples(tuple(items), SHAPE_CLASSES)
 
 
 def scenes(count: int, *, seed: int = 0, size: int = 224) -> Samples:
-    """The test split's pictures without their birds: background and distractors, no label, no mask."""
+    """Return the images of the test split without their birds: no label, no mask."""
+    from sigcam.data.shape_drawing import ShapeKey, draw_image
+
     keys = [ShapeKey(seed, "test", index, size) for index in range(count)]
-    return Samples(
-        tuple(Sample(f"scene/{key.index:06d}", partial(draw_picture, key, bird=False)) for key in keys), ()
-    )
+    items = (Sample(f"scene/{key.index:06d}", partial(draw_image, key, bird=False)) for key in keys)
+    return Samples(tuple(items), ())
 
 
-@dataclass(frozen=True)
-class ShapeKey:
-    """What a picture is made from."""
-
-    seed: int
-    split: str
-    index: int
-    size: int
-
-    def rng(self, layer: int) -> Generator:
-        """Random numbers of one layer (0 bird, 1 scene), so that boxes need no scene drawn."""
-        return np.random.default_rng([self.seed, zlib.crc32(self.split.encode()), self.index, layer])
+def read_shapes(path: str | Path, *, split: str = "train") -> Samples:
+    """Return the birds that a word names: `shapes`, or `shapes:500` for 500 of them."""
+    word, colon, count = str(path).partition(":")
+    if word != "shapes" or (colon and not count.isdecimal()):
+        raise ConfigError(f"cannot read {str(path)!r} as shapes: write shapes, or shapes:500 for a count.")
+    return shapes(int(count), split=split) if colon else shapes(split=split)
 
 
-def draw_picture(key: ShapeKey, *, bird: bool = True) -> Image.Image:
-    """The picture, RGB; without the bird, the same scene."""
-    rng = key.rng(1)
-    backdrop, parts = _scene(key.size, rng)
-    canvas = backdrop.resize((key.size * SHARP, key.size * SHARP), Image.Resampling.NEAREST)
-    draw = ImageDraw.Draw(canvas)
-    for points, colour in [*parts, *(_bird(key) if bird else [])]:
-        draw.polygon((points * SHARP).ravel().tolist(), fill=colour)
-    pixels = np.asarray(canvas.reduce(SHARP), dtype=np.float32)  # (H, W, 3)
-    grain = rng.standard_normal((key.size, key.size, 1), dtype=np.float32) * rng.uniform(2, 6)
-    return Image.fromarray((pixels + grain).clip(0, 255).astype(np.uint8))
-
-
-def draw_mask(key: ShapeKey) -> NDArray[np.uint8]:
-    """The bird's mask, (H, W): 1 where it covers at least half of the pixel, else 0."""
-    return np.asarray(_silhouette(_bird(key), key.size)).copy()
-
-
-def _sample(key: ShapeKey) -> Sample:
-    box = _silhouette(_bird(key), key.size).getbbox()
-    assert box is not None
-    return Sample(
-        id=f"{key.split}/{key.index:06d}",
-        open=partial(draw_picture, key),
-        label=key.index % len(CLASSES),
-        boxes=((box[0], box[1], box[2] - 1, box[3] - 1),),
-        open_mask=partial(draw_mask, key),
-        size=ImageSize(key.size, key.size),
-    )
-
-
-def _silhouette(parts: list[Part], size: int) -> Image.Image:
-    """Mode L, 1 inside."""
-    canvas = Image.new("L", (size * SHARP, size * SHARP))
-    draw = ImageDraw.Draw(canvas)
-    for points, _ in parts:
-        draw.polygon((points * SHARP).ravel().tolist(), fill=255)
-    return canvas.reduce(SHARP).point([0] * 128 + [1] * 128)
-
-
-def _bird(key: ShapeKey) -> list[Part]:
-    """The bird of a sample as coloured polygons in pixels of the picture, back to front, wholly inside it."""
-    rng = key.rng(0)
-    crown, wing, tail = np.unravel_index(key.index % len(CLASSES), (2, 2, 2))
-    parts = _body(rng, crested=crown == 0, barred=wing == 0, forked=tail == 0)
-    turn = rng.uniform(-0.4, 0.4)
-    stretch = rng.uniform(0.9, 1.1)
-    side = rng.choice((-1, 1))
-    matrix = np.array([[math.cos(turn), math.sin(turn)], [-math.sin(turn), math.cos(turn)]])
-    matrix = matrix * (side * stretch, 1 / stretch)  # (2, 2), for rows x, y
-    corners = np.concatenate([points for points, _ in parts]) @ matrix
-    low, high = corners.min(0), corners.max(0)
-    extent = high - low  # (2,) width, height
-    area = rng.uniform(SMALLEST, LARGEST)
-    scale = min(math.sqrt(area / extent.prod()), 0.98 / extent.max())  # of a picture of side 1
-    start = 0.01 + rng.random(2) * (0.98 - scale * extent)
-    return [(((points @ matrix - low) * scale + start) * key.size, colour) for points, colour in parts]
-
-
-def _body(rng: Generator, *, crested: bool, barred: bool, forked: bool) -> list[Part]:
-    """A bird that looks right, about 2 wide and 1.6 high, its body around the origin."""
-    hue = rng.random()
-    body = _colour(hue, rng.uniform(0.45, 0.9), rng.uniform(0.6, 0.95))
-    coat = _colour(hue + rng.uniform(-0.08, 0.08), rng.uniform(0.5, 0.9), rng.uniform(0.3, 0.5))
-    belly = _colour(hue + rng.uniform(-0.15, 0.15), rng.uniform(0.1, 0.35), rng.uniform(0.88, 1))
-    accent = _colour(hue + rng.uniform(0.3, 0.7), rng.uniform(0.6, 0.95), rng.uniform(0.75, 1))
-    mark = _colour(hue + rng.uniform(-0.2, 0.2), rng.uniform(0.05, 0.25), rng.uniform(0.92, 1))
-    bill = _colour(rng.uniform(0.04, 0.14), rng.uniform(0.6, 0.95), rng.uniform(0.6, 1))
-
-    plump = rng.uniform(0.9, 1.15)
-    x, y = rng.uniform(0.46, 0.58), rng.uniform(-0.5, -0.36)  # middle of the head
-    r = rng.uniform(0.26, 0.3)  # of the head
-    back = [(-0.62, 0.02), (-0.3, -0.26), (0.1, -0.36), (x - 0.16, y - 0.12), (x + 0.2, y + 0.1), (0.6, 0.0)]
-    front = [(0.42, 0.32 * plump), (0.0, 0.42 * plump), (-0.4, 0.26 * plump)]
-    breast = [(-0.35, 0.2 * plump), (0.1, 0.16), (0.36, -0.1), (0.56, -0.02), (0.42, 0.28 * plump)]
-    breast.append((0.0, 0.4 * plump))
-    length, depth = rng.uniform(0.24, 0.36), rng.uniform(0.07, 0.1)
-    tip = (x + r + length, y + rng.uniform(0.0, 0.08))
-    parts = [*_legs(rng, bill), *_tail(rng, coat, mark, forked=forked)]
-    if crested:
-        parts += [(feather + np.array((x, y)), accent) for feather in _crest(rng, r)]
-    parts += [
-        (np.array([(x + 0.7 * r, y - depth), tip, (x + 0.7 * r, y + depth + 0.04)]), bill),
-        (_smooth(back + front), body),
-        (_smooth(breast), belly),
-        (_ellipse((x, y), r, r), body),
-    ]
-    if not crested:
-        around = np.linspace(-1.12 * math.pi, -0.25, 20)  # from the nape over the top to the bill
-        parts.append((_round(around) * (r + 0.01) + (x, y), accent))
-    parts.append((_ellipse((x + 0.09, y - 0.02), 0.075, 0.075), (250, 250, 245)))
-    parts.append((_ellipse((x + 0.105, y - 0.02), 0.045, 0.045), (20, 18, 24)))
-    return parts + _wing(rng, coat, mark, barred=barred)
-
-
-def _legs(rng: Generator, colour: Colour) -> list[Part]:
-    stand, stride = rng.uniform(0.56, 0.68), rng.uniform(0.02, 0.16)
-    parts = []
-    for hip, foot in ((-0.02, -0.02 - stride), (0.14, 0.14 + stride)):
-        parts.append((_limb((hip, 0.3), (foot, stand), 0.06), colour))
-        parts.append((_limb((foot - 0.05, stand), (foot + 0.15, stand + 0.01), 0.055), colour))
-    return parts
-
-
-def _tail(rng: Generator, colour: Colour, edge: Colour, *, forked: bool) -> list[Part]:
-    """Two long prongs with a deep notch, or a round fan of feathers with an edge."""
-    root, angle = np.array([-0.5, 0.06]), math.pi + rng.uniform(-0.1, 0.35)
-    long = rng.uniform(0.62, 0.76)
-    if forked:
-        shape = [(0.0, -0.1), (0.45, -0.17), (1.1, -0.44), (0.5, 0.0), (1.1, 0.44), (0.45, 0.17), (0.0, 0.1)]
-        return [(_turned(np.array(shape) * long, angle) + root, colour)]
-    spread = np.linspace(-0.8, 0.8, 31)
-    rim = 0.92 + 0.08 * np.abs(np.cos(spread / 0.8 * 2.5 * math.pi))  # five feathers
-    fan = _round(spread) * rim[:, None] * long  # (31, 2)
-    base = np.array([(0.0, 0.1), (0.0, -0.1)]) * long
-    outer, inner = np.concatenate([base, fan]), np.concatenate([base, fan * 0.78])
-    return [(_turned(outer, angle) + root, edge), (_turned(inner, angle) + root, colour)]
-
-
-def _crest(rng: Generator, r: float) -> list[Points]:
-    """Five pointed feathers that stand up from a head of radius r around the origin."""
-    feathers = []
-    for angle, length in ((-3.0, 1.9), (-2.6, 2.2), (-2.2, 2.3), (-1.8, 2.2), (-1.4, 1.9)):
-        end = r * (0.7 + length * rng.uniform(0.95, 1.1))
-        feather = np.array([(0.0, -0.4 * r), (end, 0.0), (0.0, 0.4 * r)])
-        feathers.append(_turned(feather, angle + rng.uniform(-0.08, 0.08)))
-    return feathers
-
-
-def _wing(rng: Generator, coat: Colour, mark: Colour, *, barred: bool) -> list[Part]:
-    """A folded wing with three bars across it, or with spots all over."""
-    root, angle = np.array([0.2, -0.06]), rng.uniform(-0.12, 0.3)
-    shape = _smooth([(0.12, 0.0), (-0.05, -0.19), (-0.4, -0.16), (-0.82, 0.06), (-0.42, 0.2), (-0.02, 0.2)])
-    parts = [(shape, coat)]
-    if barred:
-        for x, low, high in ((0.0, -0.12, 0.14), (-0.19, -0.14, 0.15), (-0.38, -0.11, 0.14)):
-            parts.append((_limb((x, low), (x - 0.04, high), rng.uniform(0.07, 0.085)), mark))
-    else:
-        for x, y in ((-0.02, -0.08), (-0.02, 0.1), (-0.19, 0.01), (-0.33, -0.09), (-0.34, 0.1), (-0.5, 0.02)):
-            r = rng.uniform(0.05, 0.06)
-            parts.append((_ellipse((x, y), r, r), mark))
-    return [(_turned(points, -angle) + root, colour) for points, colour in parts]
-
-
-def _scene(size: int, rng: Generator) -> tuple[Image.Image, list[Part]]:
-    """What is behind the bird: a textured backdrop, and leaves and other things as polygons in pixels."""
-    hue, dark = rng.random(), rng.random() < 0.4
-    low, high = (0.22, 0.42) if dark else (0.62, 0.9)
-    first = _colour(hue, rng.uniform(0.12, 0.5), rng.uniform(low, high))
-    second = _colour(hue + rng.uniform(-0.12, 0.12), rng.uniform(0.1, 0.45), rng.uniform(low, high))
-    kind = rng.integers(5)
-    parts: list[Part] = []
-    blend: NDArray[np.floating] = _noise(size, int(rng.integers(3, 7)), rng)  # (H, W) in [0, 1]
-    if kind == 0:  # clouds, coarse and fine
-        blend = 0.65 * blend + 0.35 * _noise(size, int(rng.integers(12, 40)), rng)
-    elif kind == 1:  # stripes, slightly bent
-        blend = 0.5 + 0.5 * np.sin(_ramp(size, rng) * rng.uniform(30, 90) + blend * rng.uniform(1, 5))
-    elif kind == 2:  # horizon
-        blend = ((_ramp(size, rng) + 0.25 * blend - 0.3) * 8).clip(0, 1)
-    elif kind == 3:  # foliage
-        parts = _leaves(int(rng.integers(25, 60)), hue, (low, high), rng)
-    else:  # soft discs
-        parts = _discs(int(rng.integers(12, 30)), hue, (low, high), rng)
-    one, other = Image.new("RGB", (size, size), first), Image.new("RGB", (size, size), second)
-    backdrop = Image.composite(other, one, Image.fromarray((blend * 255).astype(np.uint8)))
-    parts += [part for _ in range(rng.integers(2, 5)) for part in _thing(rng)]
-    return backdrop, [(points * size, colour) for points, colour in parts]
-
-
-def _noise(size: int, cells: int, rng: Generator) -> NDArray[np.float32]:
-    """Smooth random hills, (H, W) in [0, 1]."""
-    grid = Image.fromarray(rng.random((cells, cells), dtype=np.float32))
-    return np.asarray(grid.resize((size, size), Image.Resampling.BICUBIC)).clip(0, 1)
-
-
-def _ramp(size: int, rng: Generator) -> NDArray[np.float32]:
-    """From 0 to about 1 across the picture in a random direction, (H, W)."""
-    angle, steps = rng.uniform(0, math.pi / 2), np.linspace(0, 1, size, dtype=np.float32)
-    return math.cos(angle) * steps[None, :] + math.sin(angle) * steps[:, None]
-
-
-def _leaves(count: int, hue: float, values: tuple[float, float], rng: Generator) -> list[Part]:
-    leaf = _smooth([(-1.0, 0.0), (0.0, -0.38), (1.0, 0.0), (0.0, 0.38)], steps=3)
-    return [
-        (
-            _turned(leaf * rng.uniform(0.04, 0.13), rng.uniform(0, 2 * math.pi)) + rng.random(2),
-            _colour(hue + rng.uniform(-0.08, 0.08), rng.uniform(0.2, 0.55), rng.uniform(*values)),
-        )
-        for _ in range(count)
-    ]
-
-
-def _discs(count: int, hue: float, values: tuple[float, float], rng: Generator) -> list[Part]:
-    return [
-        (
-            _ellipse(rng.random(2), r, r),
-            _colour(hue + rng.uniform(-0.08, 0.08), rng.uniform(0.1, 0.4), rng.uniform(*values)),
-        )
-        for r in rng.uniform(0.02, 0.1, count)
-    ]
-
-
-def _thing(rng: Generator) -> list[Part]:
-    """A ball, egg, toadstool, flower or star: bars, spots and points that tell nothing of the bird."""
-    at, r = rng.random(2), rng.uniform(0.05, 0.11)
-    hue, turn = rng.random(), rng.uniform(-0.6, 0.6)
-    main = _colour(hue, rng.uniform(0.4, 0.9), rng.uniform(0.45, 0.95))
-    pale = _colour(hue + rng.uniform(-0.2, 0.2), rng.uniform(0.05, 0.25), rng.uniform(0.9, 1))
-    dots = [(-0.45, -0.25), (0.4, -0.35), (0.0, 0.2), (-0.1, -0.6), (0.5, 0.25), (-0.5, 0.35)]
-    kind = rng.integers(5)
-    if kind == 0:  # a ball with bars
-        parts = [(_ellipse((0, 0), 1, 1), main)]
-        parts += [(_limb((x, -w), (x, w), 0.2), pale) for x, w in ((-0.5, 0.75), (0.0, 0.9), (0.5, 0.75))]
-    elif kind == 1:  # an egg with spots
-        parts = [(_ellipse((0, 0), 0.8, 1), main)]
-        parts += [(_ellipse((0.8 * x, y), 0.14, 0.14), pale) for x, y in dots]
-    elif kind == 2:  # a toadstool
-        hood = _round(np.linspace(-math.pi, 0, 20))
-        parts = [(_limb((0, 0), (0, 0.9), 0.45), pale), (hood, main)]
-        parts += [(_ellipse((x, y - 0.25), 0.12, 0.12), pale) for x, y in dots[:4] if y < 0.2]
-    elif kind == 3:  # a flower
-        parts = [(_ellipse(0.6 * petal, 0.4, 0.4), main) for petal in _round(np.arange(0, 2, 0.4) * math.pi)]
-        parts.append((_ellipse((0, 0), 0.35, 0.35), pale))
-    else:  # a star
-        points = _round(np.arange(0, 2, 0.2) * math.pi) * np.tile([1, 0.45], 5)[:, None]
-        parts = [(points, main)]
-    return [(_turned(outline * r, turn) + at, colour) for outline, colour in parts]
-
-
-def _colour(hue: float, saturation: float, value: float) -> Colour:
-    red, green, blue = colorsys.hsv_to_rgb(hue % 1, saturation, value)
-    return round(255 * red), round(255 * green), round(255 * blue)
-
-
-def _turned(points: Points, angle: float) -> Points:
-    """Clockwise on the screen, since y points down."""
-    cos, sin = math.cos(angle), math.sin(angle)
-    turn: Points = np.array([[cos, sin], [-sin, cos]])
-    return points @ turn
-
-
-def _round(angles: NDArray[np.floating]) -> Points:
-    """Points on the unit circle, (V, 2)."""
-    return np.stack([np.cos(angles), np.sin(angles)], 1)
-
-
-def _ellipse(centre: Points | tuple[float, float], a: float, b: float) -> Points:
-    return np.asarray(centre) + CIRCLE * (a, b)
-
-
-def _limb(start: tuple[float, float], end: tuple[float, float], width: float) -> Points:
-    """A thick line."""
-    a, b = np.array(start), np.array(end)
-    along = (b - a) / np.hypot(*(b - a)) * width / 2
-    across = np.array([-along[1], along[0]])
-    return np.array([a + across, a - along, a - across, b - across, b + along, b + across])
-
-
-def _smooth(corners: list[tuple[float, float]], steps: int = 6) -> Points:
-    """A closed curve through the corners (Catmull-Rom)."""
-    p1 = np.array(corners, dtype=np.float64)
-    p0, p2, p3 = np.roll(p1, 1, 0), np.roll(p1, -1, 0), np.roll(p1, -2, 0)
-    t = np.linspace(0, 1, steps, endpoint=False)[:, None, None]  # (steps, 1, 1)
-    curve = p1 + 0.5 * t * ((p2 - p0) + t * ((2 * p0 - 5 * p1 + 4 * p2 - p3) + t * (3 * (p1 - p2) + p3 - p0)))
-    return curve.transpose(1, 0, 2).reshape(-1, 2)  # (corners * steps, 2)
-
-
-CIRCLE = _round(np.arange(32) * math.pi / 16)
+def is_shapes(path: str | Path) -> bool:
+    """Return whether this is the word `shapes` or `shapes:COUNT`; a Path is never one."""
+    return isinstance(path, str) and path.partition(":")[0] == "shapes"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sigcam.core.errors import DataError
-from sigcam.data.readers.shapes import CLASSES, shapes
+from sigcam.data.readers.shapes import SHAPE_CLASSES, shapes
 
 
 def tight_box(mask: np.ndarray) -> tuple[int, int, int, int]:
@@ -47,10 +47,10 @@ def test_seed_and_split_change_every_picture() -> None:
 
 def test_shapes_are_balanced_and_have_unique_ids() -> None:
     samples = shapes(48, size=32)
-    assert set(Counter(sample.label for sample in samples).values()) == {48 // len(CLASSES)}
+    assert set(Counter(sample.label for sample in samples).values()) == {48 // len(SHAPE_CLASSES)}
     assert len({sample.id for sample in samples}) == 48
-    assert samples.classes == CLASSES
-    assert len(set(CLASSES)) == 8
+    assert samples.classes == SHAPE_CLASSES
+    assert len(set(SHAPE_CLASSES)) == 8
 
 
 @settings(max_examples=25, deadline=None)
@@ -83,7 +83,7 @@ def test_mask_is_where_the_picture_changes_with_the_bird(monkeypatch: pytest.Mon
     sample = shapes(3)[2]
     assert sample.open_mask is not None
     with_bird, mask = np.asarray(sample.open(), dtype=int), sample.open_mask().astype(bool)
-    monkeypatch.setattr("sigcam.data.readers.shapes._bird", lambda key: [])
+    monkeypatch.setattr("sigcam.data.shape_drawing._bird", lambda key: [])
     changed = (np.asarray(sample.open(), dtype=int) != with_bird).any(2)
     assert changed[mask].mean() > 0.99
     grown = mask | np.roll(mask, 1, 0) | np.roll(mask, -1, 0) | np.roll(mask, 1, 1) | np.roll(mask, -1, 1)
@@ -98,7 +98,7 @@ def test_shapes_have_the_asked_size_and_are_rgb() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"count": 0}, "shapes cannot make 0 pictures: ask for 1 or more, e.g. shapes:500."),
+        ({"count": 0}, "shapes cannot make 0 images: ask for 1 or more, e.g. shapes:500."),
         ({"split": "dev"}, "shapes has no split 'dev': choose one of train, val, test."),
         ({"seed": -1}, "shapes cannot use the seed -1: seeds are 0 or more."),
         ({"size": 8}, "shapes cannot draw at 8 pixels: the parts need a size of 32 or more."),

@@ -1,23 +1,30 @@
-"""The metadata layout of the WSOL evaluator: what it says is read as it stands, what is wrong is named."""
+"""The metadata layout of the WSOL evaluator is read, mistakes in it are named."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from sigcam.core.errors import DataError
-from sigcam.data.masks import open_masks, resize_mask
 from sigcam.data.readers.wsol import wsol
 from sigcam.data.registry import READERS, guess_format, open_dataset
 from sigcam.data.sample import Samples
 from sigcam.reports.inspection import unreadable
+from support.data_files import (
+    check_paths,
+    mask_of,
+    put,
+    put_mask,
+    refuses,
+    write,
+)
 
 PICTURES = {"a/1.png": (40, 30), "a/2.png": (50, 20), "b c/3.png": (30, 30)}
+
+
 TEXTS = {
     "image_ids.txt": "a/1.png\na/2.png\nb c/3.png",  # no final newline, as in some of the public files
     "class_labels.txt": "a/1.png,0\na/2.png,0\nb c/3.png,1\n",
@@ -26,13 +33,7 @@ TEXTS = {
 }
 
 
-def put(path: Path, size: tuple[int, int] = (4, 4), colour: int = 100) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("L", size, colour).save(path)
-    return path
-
-
-def write(folder: Path, **changed: str | None) -> Path:
+def write_metadata(folder: Path, **changed: str | None) -> Path:
     """Metadata files with some of them changed or, by None, left out: class_labels="...", ..."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in {**TEXTS, **{f"{key}.txt": value for key, value in changed.items()}}.items():
@@ -47,7 +48,7 @@ def birds(tmp_path: Path) -> Path:
     root = tmp_path / "birds"
     for id, size in PICTURES.items():
         put(root / "images" / id, size)
-    write(root / "metadata" / "test")
+    write_metadata(root / "metadata" / "test")
     (root / "metadata" / "classes.txt").write_text("wren\ntern\n")
     return root
 
@@ -58,14 +59,8 @@ def masked(birds: Path) -> Path:
     for name in ("a/1_x.png", "a/1_y.png", "a/1_ignore.png", "a/2_x.png", "b c/3_x.png"):
         put(birds / "masks" / name, (6, 4), 0)
     lines = "a/1.png,a/1_x.png,a/1_ignore.png\na/1.png,a/1_y.png,\na/2.png,a/2_x.png,\nb c/3.png,b c/3_x.png,"
-    write(birds / "metadata" / "test", localization=lines)
+    write_metadata(birds / "metadata" / "test", localization=lines)
     return birds
-
-
-def refuses(call: Callable[[], object], *words: str) -> None:
-    with pytest.raises(DataError) as caught:
-        call()
-    assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def check(samples: Samples) -> None:
@@ -75,9 +70,6 @@ def check(samples: Samples) -> None:
     assert [sample.open().size for sample in samples] == list(PICTURES.values())
     assert samples[0].boxes == ((1, 2, 10, 20), (5, 5, 40, 30))  # x1 = width and y1 = height are taken
     assert samples[1].boxes == ((0, 0, 49, 19),) and samples[1].open_mask is None
-
-
-# --- what is read ---
 
 
 def test_ids_labels_sizes_boxes_and_class_names_are_read_as_they_stand(birds: Path) -> None:
@@ -134,7 +126,7 @@ def test_what_the_metadata_does_not_have_is_none(birds: Path) -> None:
 
 
 def test_lines_of_images_that_are_not_listed_are_passed_over(birds: Path) -> None:
-    write(birds / "metadata" / "test", image_ids="a/2.png\n")  # as a shortened list for training has it
+    write_metadata(birds / "metadata" / "test", image_ids="a/2.png\n")  # a shortened list
     (sample,) = open_dataset(birds, split="test")
     assert sample.boxes == ((0, 0, 49, 19),)
 
@@ -143,7 +135,7 @@ def test_cars_are_in_a_folder_per_split(tmp_path: Path) -> None:
     for split, size in (("train", (9, 9)), ("test", (8, 8))):
         put(tmp_path / f"cars_{split}" / "1.png", size)
         text = {"image_sizes": f"1.png,{size[0]},{size[1]}", "localization": "1.png,1,1,8,8"}
-        write(tmp_path / "metadata" / split, image_ids="1.png", class_labels="1.png,0", **text)
+        write_metadata(tmp_path / "metadata" / split, image_ids="1.png", class_labels="1.png,0", **text)
     assert open_dataset(tmp_path, split="test")[0].open().size == (8, 8)
     assert open_dataset(tmp_path, split="train")[0].open().size == (9, 9)
 
@@ -188,9 +180,6 @@ def test_samples_can_be_sent_to_other_processes(masked: Path) -> None:
     assert samples[0].open().size == (40, 30) and samples[0].open_mask().shape == (4, 6)
 
 
-# --- masks ---
-
-
 def test_a_mask_is_the_union_of_objects_and_ignored_where_no_object_is(masked: Path) -> None:
     parts = {name: np.zeros((4, 6), np.uint8) for name in ("1_x", "1_y", "1_ignore")}
     parts["1_x"][0, 0], parts["1_y"][1, 1], parts["1_ignore"][0:2, 0:3] = 1, 255, 200
@@ -205,39 +194,13 @@ def test_a_mask_is_the_union_of_objects_and_ignored_where_no_object_is(masked: P
     assert not second.open_mask().any()  # no ignore mask is no mistake
 
 
-def test_masks_of_several_sizes_meet_at_the_protocols_size(tmp_path: Path) -> None:
-    paths = [put(tmp_path / "small.png", (1, 1), 0), put(tmp_path / "large.png", (448, 100), 1)]
-    assert np.array_equal(open_masks(paths, []), np.ones((224, 224)))
-
-
-def test_nearest_is_opencvs() -> None:
-    cv2 = pytest.importorskip("cv2")
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        height, width, to = *rng.integers(1, 300, 2), int(rng.integers(1, 300))
-        mask = rng.integers(0, 256, (height, width), dtype=np.uint8)
-        theirs = cv2.resize(mask, (to, 224), interpolation=cv2.INTER_NEAREST)
-        assert np.array_equal(resize_mask(mask, (224, to)), theirs)
-
-
-@pytest.mark.parametrize("kind", ["1", "L", "P", "RGB", "RGBA", "I;16"])
-def test_whatever_is_not_black_is_object(tmp_path: Path, kind: str) -> None:
-    pixels = np.array([[0, 1], [255, 0]], np.uint16)
-    image = Image.fromarray(pixels if kind == "I;16" else pixels.astype(np.uint8))
-    (image if kind == "I;16" else image.point([0] + [255] * 255).convert(kind)).save(tmp_path / "m.png")
-    assert open_masks([tmp_path / "m.png"], []).tolist() == [[0, 1], [1, 0]]
-
-
-# --- what is refused ---
-
-
 @pytest.mark.parametrize(
     ("file", "text", "words"),
     [
         ("image_ids", "a/1.png\n\na/1.png", ["image_ids.txt line 3", "a/1.png", "line 1"]),
         ("image_ids", "../a/1.png", ["image_ids.txt line 1", "../a/1.png", "below"]),
         ("image_ids", "/a/1.png", ["image_ids.txt line 1", "/a/1.png", "below"]),
-        ("image_ids", "\n\n", ["image_ids.txt names no pictures"]),
+        ("image_ids", "\n\n", ["image_ids.txt lists no images"]),
         (
             "class_labels",
             "a/1.png,0\nb c/3.png,1",
@@ -289,7 +252,7 @@ def test_whatever_is_not_black_is_object(tmp_path: Path, kind: str) -> None:
 def test_bad_metadata_is_named_by_file_line_and_image(
     birds: Path, file: str, text: str, words: list[str]
 ) -> None:
-    write(birds / "metadata" / "test", **{file: text})
+    write_metadata(birds / "metadata" / "test", **{file: text})
     refuses(lambda: open_dataset(birds, split="test"), *words)
 
 
@@ -347,9 +310,6 @@ def test_class_names_that_occur_twice_and_text_in_other_encodings_are_refused(bi
     refuses(lambda: open_dataset(birds, split="test"), "image_ids.txt", "UTF-8")
 
 
-# --- real data ---
-
-
 @pytest.mark.realdata
 @pytest.mark.parametrize(
     ("name", "count", "classes"),
@@ -372,3 +332,87 @@ def test_photographs_have_as_many_boxes_as_their_readme_says(real_data: Path) ->
     samples = open_dataset(real_data / "ilsvrc", split="test")
     counts = [len(sample.boxes or ()) for sample in samples]
     assert sum(counts) == 1605 and sum(count > 1 for count in counts) == 252
+
+
+# --- the lists of the public evaluator, as PROTOCOL 5.6 quotes them ---
+
+
+def lists(root: Path, split: str, ids: str, labels: str, sizes: str, places: str) -> None:
+    names = ("image_ids", "class_labels", "image_sizes", "localization")
+    for name, text in zip(names, (ids, labels, sizes, places), strict=True):
+        write(root / split / f"{name}.txt", text)
+
+
+def test_the_evaluators_imagenet_lines_are_read(tmp_path: Path) -> None:
+    first, second = (f"val/ILSVRC2012_val_0000000{i}.JPEG" for i in (1, 2))
+    for id in (first, second):
+        put(tmp_path / "dataset/ILSVRC" / id, (500, 375))
+    lists(
+        tmp_path / "metadata/ILSVRC",
+        "test",
+        f"{first}\n{second}",
+        f"{first},65\n{second},970",
+        f"{first},500,375\n{second},500,375\n",
+        f"{first},111,108,441,193\n{second},0,0,499,374\n{first},1,1,2,2",
+    )
+    samples = open_dataset(tmp_path / "dataset/ILSVRC", split="test")
+    assert guess_format(tmp_path / "dataset/ILSVRC") == "wsol"
+    assert samples[0].boxes == ((111, 108, 441, 193), (1, 1, 2, 2)) and samples[0].size == (500, 375)
+    assert [sample.label for sample in samples] == [65, 970] and len(samples.classes) == 971
+    check_paths(samples)
+
+
+def test_the_evaluators_second_set_of_birds_is_the_val_split(tmp_path: Path) -> None:
+    id = "001.Black_footed_Albatross/Black_Footed_Albatross_0046_18.jpg"
+    for split, path in (("val", "val2/0/0.jpeg"), ("test", id)):
+        put(tmp_path / "CUB" / path, (500, 335))
+        box = f"{path},60,27,385,331"
+        lists(tmp_path / "CUB/metadata", split, path, f"{path},0", f"{path},500,335", box)
+    val, test = (open_dataset(tmp_path / "CUB", split=split) for split in ("val", "test"))
+    assert (val[0].id, test[0].id) == ("val2/0/0.jpeg", id)
+    assert test[0].boxes == val[0].boxes == ((60, 27, 385, 331),)
+
+
+def test_the_evaluators_cars_keep_boxes_that_count_from_1(tmp_path: Path) -> None:
+    put(tmp_path / "cars_test/00001.jpg", (276, 182))
+    put(tmp_path / "cars_test/00002.jpg", (276, 182))
+    lists(
+        tmp_path / "metadata",
+        "test",
+        "00001.jpg\n00002.jpg\n",
+        "00001.jpg,180\n00002.jpg,0",
+        "00001.jpg,276,182\n00002.jpg,276,182",
+        "00001.jpg,30,52,246,147\n00002.jpg,1,1,276,182",
+    )
+    samples = open_dataset(tmp_path, split="test")
+    assert [sample.boxes for sample in samples] == [((30, 52, 246, 147),), ((1, 1, 276, 182),)]
+    write(tmp_path / "metadata/test/localization.txt", "00001.jpg,30,52,246,147\n00002.jpg,1,1,277,182")
+    refuses(lambda: open_dataset(tmp_path, split="test"), "localization.txt line 2", "00002.jpg", "beyond")
+
+
+def test_the_evaluators_openimages_masks_are_united_and_ignored_where_the_first_line_says(
+    tmp_path: Path,
+) -> None:
+    stem = "test/01226z/7af766bd43da900b"
+    other = "test/01226z/other"
+    home = tmp_path / "dataset/OpenImages"
+    put(home / f"{stem}.jpg", (3, 2))
+    put(home / f"{other}.jpg", (3, 2))
+    put_mask(home / f"{stem}_m01226z_6554d965.png", [[255, 0, 0], [0, 0, 0]])
+    put_mask(home / f"{stem}_m01226z_8856c605.png", [[0, 0, 0], [0, 0, 1]])
+    put_mask(home / f"{stem}_ignore.png", [[255, 255, 0], [0, 0, 0]])
+    put_mask(home / f"{other}_m.png", [[0, 0, 0], [255, 0, 0]])
+    lines = (
+        f"{stem}.jpg,{stem}_m01226z_6554d965.png,{stem}_ignore.png\n"
+        f"{stem}.jpg,{stem}_m01226z_8856c605.png,\n{other}.jpg,{other}_m.png,"
+    )
+    ids = f"{stem}.jpg\n{other}.jpg"
+    labels = f"{stem}.jpg,0\n{other}.jpg,0"
+    lists(tmp_path / "metadata/OpenImages", "test", ids, labels, "", lines)  # no sizes, as published
+    samples = open_dataset(home, split="test")
+    assert mask_of(samples, 0) == [[1, 255, 0], [0, 0, 1]] and mask_of(samples, 1) == [[0, 0, 0], [1, 0, 0]]
+    assert samples[0].size is None and samples[0].boxes is None
+    check_paths(samples)
+    gone = lines.replace("8856c605", "gone")
+    write(tmp_path / "metadata/OpenImages/test/localization.txt", gone)
+    refuses(lambda: open_dataset(home, split="test"), "localization.txt line 2", f"{stem}_m01226z_gone.png")
