@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sigcam.core.errors import DataError
-from sigcam.methods.rollout import read_rows, rollout_maps
+from sigcam.methods.rollout import rollout_maps, token_shares
 from sigcam.network.attachment import attach
 from sigcam.network.dual import DualBranch
 from support.nets import Encoder, PlainVit, SoftmaxVit
@@ -125,7 +125,7 @@ def assert_reads(net: DualBranch, x: Tensor, product: Tensor, rows: Rows, grid: 
     for which, weight in rows:
         part = product[:, which]
         expected += weight * (part.mean(1) if part.ndim == 3 else part)
-    found, cells = read_rows(net, x)
+    found, cells = token_shares(net, x)
     assert cells == grid
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
     maps = rollout_maps(net, x)
@@ -395,7 +395,7 @@ def test_torch_attention_gives_the_model_what_it_asked_for(weights: str) -> None
 
 def test_shares_of_all_tokens_sum_to_one() -> None:
     net = attach(timm_vit("deit_tiny_distilled_patch16_224"), example=images(count=1))
-    rows, _ = read_rows(net, images(count=3))
+    rows, _ = token_shares(net, images(count=3))
     torch.testing.assert_close(rows.sum(1), torch.ones(3))
     assert (rows >= 0).all()
     maps = rollout_maps(net, images(count=3))
@@ -561,7 +561,7 @@ def test_maps_are_in_full_precision_under_autocast(make: Callable[[], nn.Module]
     net, x = attach(model, example=images(count=1)), images()
     expected = rollout_maps(net, x)
     with untouched(model), torch.autocast("cpu", torch.bfloat16):
-        rows, _ = read_rows(net, x)
+        rows, _ = token_shares(net, x)
         maps = rollout_maps(net, x)
     assert maps.dtype == torch.float32
     torch.testing.assert_close(rows.sum(1), torch.ones(2), rtol=1e-5, atol=1e-5)
@@ -572,7 +572,7 @@ def test_maps_are_in_full_precision_under_autocast(make: Callable[[], nn.Module]
 def test_a_model_in_half_precision_gives_maps_in_full() -> None:
     model = timm_vit().bfloat16()
     net = attach(model, example=images(count=1).bfloat16())
-    rows, _ = read_rows(net, images().bfloat16())
+    rows, _ = token_shares(net, images().bfloat16())
     assert rows.dtype == torch.float32
     torch.testing.assert_close(rows.sum(1), torch.ones(2), rtol=1e-5, atol=1e-5)
 

@@ -142,8 +142,13 @@ def _explain_views(
 ) -> Explanation:
     """Explain classes of the `native` pass by the mean map of all views."""
     output_size = _output_size(size, classes, native.image)
-    if config.branch == "sigmoid" and not net.fitted:
-        _warn_unfitted(net)
+    if config.branch == "sigmoid" and not net.fitted and not net.warned:
+        net.warned = True
+        warnings.warn(
+            "the sigmoid branch is not fitted, so these maps are noise: fit it (sigcam.fit), load one "
+            "(sigcam.load), or use branch='centred', which needs no training.",
+            stacklevel=3,  # the caller of explain
+        )
     with torch.inference_mode(False), torch.no_grad():
         chosen, several = choose_classes(net, native, classes)  # (B, K)
         maps, raw = _draw_maps(views, chosen, config, output_size)  # (B, K, H, W)
@@ -209,13 +214,3 @@ def _blank_notes(blank: Tensor, classes: Tensor, raw: RawMaps, clamp: bool, seve
         yield f"the map of {which} is blank: {raw.blank_reason(i, k, clamp)}."
     if len(places) > MAX_NOTES:
         yield f"{len(places) - MAX_NOTES} more maps are blank, see `blank`."
-
-
-def _warn_unfitted(net: DualBranch) -> None:
-    if not net.warned:
-        net.warned = True
-        warnings.warn(
-            "the sigmoid branch is not fitted, so these maps are noise: fit it (sigcam.fit), load one "
-            "(sigcam.load), or use branch='centred', which needs no training.",
-            stacklevel=4,  # the caller of explain
-        )

@@ -140,7 +140,7 @@ class Probe:
                 if self.linear:
                     lost = features[i, part].mean((1, 2))[:, None] * self.last_weight[:, part].T  # (R, C)
                     logits = self.logits[i].detach().double() - lost
-                    scores[i, :, part] = self._scores_of(i, logits).T
+                    scores[i, :, part] = self._scores(logits, i).T
                 else:
                     variants = features[i].repeat(len(part), 1, 1, 1)
                     variants[torch.arange(len(part)), part] = 0
@@ -155,25 +155,22 @@ class Probe:
         else:
             assert features is not None
             altered = self.net.rescore(self.forward_pass, index, features)
-        return self._scores_of(index, at_least_float32(branch_logits(altered, self.branch)))
+        return self._scores(at_least_float32(branch_logits(altered, self.branch)), index)
 
-    def _scores_of(self, index: int, logits: Tensor) -> Tensor:
-        """Return (R, K) scores of R altered logits (R, C) of image `index`."""
-        return self._scores(logits, torch.full((len(logits),), index, device=logits.device))
-
-    def _scores(self, logits: Tensor, owners: Tensor | None = None) -> Tensor:
+    def _scores(self, logits: Tensor, index: int | None = None) -> Tensor:
+        """Return (B, K) scores of the batch's logits, or (R, K) of R altered logits of image `index`."""
         if self.target is class_score and logits.shape[1] > 1:
-            return logits.gather(1, self.classes if owners is None else self.classes[owners])
-        return torch.stack(self._columns(logits, owners), 1)
+            rows = slice(None) if index is None else [index] * len(logits)
+            return logits.gather(1, self.classes[rows])
+        return torch.stack(self._columns(logits, index), 1)
 
-    def _columns(self, logits: Tensor, owners: Tensor | None = None) -> list[Tensor]:
-        """Return the scores of each image's first class, second class and so on; `owners` (R,) are the images
-        that altered logits belong to."""
-        index = torch.arange(len(logits), device=logits.device) if owners is None else owners
+    def _columns(self, logits: Tensor, index: int | None = None) -> list[Tensor]:
+        """Return the same by columns: the scores of each image's first class, second class and so on."""
+        rows = slice(None) if index is None else [index] * len(logits)
         scores = []
-        for k, column in enumerate(self.classes[index].unbind(1)):
+        for k, column in enumerate(self.classes[rows].unbind(1)):
             if self.target is finer_score:  # the rivals of the unaltered image, or scores would not compare
-                scores.append(finer_score(logits, column, self.rivals[k][index]))
+                scores.append(finer_score(logits, column, self.rivals[k][rows]))
             else:
                 scores.append(self.target(logits, column))
         if scores[0].shape != (len(logits),):

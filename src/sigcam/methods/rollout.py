@@ -1,4 +1,4 @@
-"""Attention rollout: what the attention of a plain ViT, joined over its layers, takes from each cell."""
+"""Attention rollout: the attention of a plain ViT to each cell, multiplied over its layers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from sigcam.core.errors import DataError
 from sigcam.core.types import GridSize
+from sigcam.methods.targets import at_least_float32
 from sigcam.network.dual import DualBranch
 from sigcam.network.feature_layer import MAX_PREFIX_TOKENS
 from sigcam.network.hooks import fresh_autocast_cache
@@ -22,90 +23,88 @@ from sigcam.network.trace import chunks, eval_mode, logits_of, tensors_in
 
 
 def rollout_maps(net: DualBranch, images: Tensor) -> Tensor:
-    """(B, P, Q) shares, 0 or more, of the cells in what the head reads (Abnar & Zuidema, 2020).
-
-    They sum to 1 together with those of the tokens before the grid. No class is asked for.
-    """
-    rows, (p, q) = read_rows(net, images)
-    return rows[:, -p * q :].reshape(-1, p, q)
+    """Return (B, P, Q) non-negative shares of the cells in the tokens that the head reads (Abnar & Zuidema,
+    2020). Together with the shares of the tokens before the grid they sum to 1."""
+    shares, (p, q) = token_shares(net, images)
+    return shares[:, -p * q :].reshape(-1, p, q)
 
 
-def read_rows(net: DualBranch, images: Tensor) -> tuple[Tensor, GridSize]:
-    """(B, L) shares of all tokens in what the head reads, summing to 1, and the grid of the last P * Q."""
+def token_shares(net: DualBranch, images: Tensor) -> tuple[Tensor, GridSize]:
+    """Return (B, L) shares of all tokens, which sum to 1, and the grid of the last P * Q."""
     with torch.inference_mode(False), torch.no_grad(), fresh_autocast_cache():
-        first = _Rollout(net, grad=True).run(images[:1])  # one image tells how the model is built
-        reading, grid = _reading(first), first.grid
-        rows = [first.rows(reading)]
+        first = _AttentionRecorder(net, grad=True).run(images[:1])  # one image reveals the architecture
+        reading, grid = _reading_weights(first), first.grid
+        shares = [first.shares(reading)]
         parts = images[1:].split(1) if first.one_by_one else chunks(images[1:])
         del first  # and its graph
-        rows += [_Rollout(net).run(part).rows(reading) for part in parts if len(part)]
-        return torch.cat(rows), grid
+        shares += [_AttentionRecorder(net).run(part).shares(reading) for part in parts if len(part)]
+        return torch.cat(shares), grid
 
 
-# ---------------------------------------------------------------------------------- following one pass
+# ----------------------------------------------------------------------------- recording one forward pass
 
-Tokens = tuple[Tensor, int]  # and the axis along which its tokens lie
+Tokens = tuple[Tensor, int]  # a tensor and its token axis
 
 
 @dataclass
-class _Step:
-    """One attention layer in autograd's graph: what entered it, and what it made of that."""
+class _AttentionLayer:
+    """The inputs and the output of an attention layer in the autograd graph."""
 
     inputs: list[Tokens]
     output: Tokens
 
 
-class _Rollout(TorchFunctionMode):
-    """Joins the attention matrices of one pass as they come; with `grad`, keeps what tells how it is built.
+class _AttentionRecorder(TorchFunctionMode):
+    """Multiplies the attention matrices of one forward pass; with `grad`, records how the model is built.
 
-    While a function mode is active, torch's attention modules take no fast path that could not be seen.
+    While a function mode is active, torch's attention modules take no fused path that would hide from it.
     """
 
     def __init__(self, net: DualBranch, *, grad: bool = False) -> None:
         super().__init__()
         self.net, self.grad, self.thread = net, grad, threading.get_ident()
         self.batch = 0
-        self.one_by_one = False  # images and heads share an axis, in an order that cannot be told
-        self.others = set[GridSize]()  # of softmaxes over something else
-        self.steps: list[_Step] = []
-        self.sequences: list[Tokens] = []  # made of the last layer's output, in order
-        self.entering: list[Tensor] = []  # the output layers
+        self.one_by_one = False  # images and heads share an axis, in unknown order
+        self.other_softmaxes = set[GridSize]()  # shapes of softmaxes that are not self-attention
+        self.layers: list[_AttentionLayer] = []
+        self.sequences: list[Tokens] = []  # token sequences computed after the last attention layer, in order
+        self.head_inputs: list[Tensor] = []
         self.logits: Tensor
         self.grid = GridSize(0, 0)
         self._product: Tensor | None = None
 
     @property
     def product(self) -> Tensor:
-        """(B, L, L): row i is what token i is made of after the last layer; it sums to 1."""
+        """(B, L, L): row i holds the shares of all input tokens in output token i; it sums to 1."""
         assert self._product is not None
         return self._product
 
-    def rows(self, reading: Tensor) -> Tensor:
-        """(B, L): the mean of the rows under (L,) weights."""
+    def shares(self, reading: Tensor) -> Tensor:
+        """Return (B, L), the mean of the rows with (L,) weights."""
         with torch.autocast(reading.device.type, enabled=False):
             return reading @ self.product
 
-    def run(self, images: Tensor) -> _Rollout:
-        """Runs the model, and checks that what was seen is the attention of a plain ViT."""
+    def run(self, images: Tensor) -> _AttentionRecorder:
+        """Run the model, and check that its attention is that of a plain ViT."""
         self.batch, split = len(images), self.net.split
         size = GridSize.of(images)
 
-        def at_layer(module: nn.Module, args: Any, out: Tensor) -> None:
+        def record_grid(module: nn.Module, args: Any, out: Tensor) -> None:
             if threading.get_ident() == self.thread:
                 self.grid = GridSize.of(split.fold(out, size))
 
-        def before_last(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def record_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if threading.get_ident() == self.thread:
-                self.entering += tensors_in((args, kwargs))
+                self.head_inputs += tensors_in((args, kwargs))
 
         with ExitStack() as stack:
             handles = stack.enter_context(eval_mode(self.net.model))
-            handles.append(self.net.layer.register_forward_hook(at_layer))
+            handles.append(self.net.layer.register_forward_hook(record_grid))
             for name in split.last if self.grad else ():
                 module = self.net.model.get_submodule(name)
-                handles.append(module.register_forward_pre_hook(before_last, with_kwargs=True))
+                handles.append(module.register_forward_pre_hook(record_inputs, with_kwargs=True))
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            images = images.clone().detach().requires_grad_(self.grad)  # may be of an inference mode
+            images = images.clone().detach().requires_grad_(self.grad)  # may be an inference tensor
             stack.enter_context(self)
             output = self.net.model(images.clone())  # a model may change its input in place
         self.logits = logits_of(output, self.batch)
@@ -117,10 +116,10 @@ class _Rollout(TorchFunctionMode):
         if self._product is None:
             self._refuse("has no attention that could be seen")
         tokens = self._product.shape[-1]
-        extra = tokens - p * q  # F may have left before the class token was put in front of the grid
+        extra = tokens - p * q  # F may be taken before the class token is added
         if extra != prefix and (prefix or not 0 <= extra <= MAX_PREFIX_TOKENS):
             self._refuse(f"attends over {tokens} tokens at a time where its map has {p} x {q} cells")
-        for rows, columns in sorted(self.others):
+        for rows, columns in sorted(self.other_softmaxes):
             if columns in (tokens, p * q):
                 self._refuse(f"pools or mixes its {columns} tokens by a softmax into {rows}")
 
@@ -133,41 +132,43 @@ class _Rollout(TorchFunctionMode):
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         with ExitStack() as stack:
-            if self.grad:  # whatever the model itself has switched off
+            if self.grad:  # even inside a no_grad of the model
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.enable_grad())
             if name == "detach" and self.grad:
                 return args[0].view_as(args[0])
             if name == "multi_head_attention_forward":
-                return self._multi_head(func, args, kwargs)
+                return self._record_multi_head(func, args, kwargs)
             out = func(*args, **kwargs)
             if name == "scaled_dot_product_attention":
-                self._fused(out, *args, **kwargs)
+                self._record_fused(out, *args, **kwargs)
             elif name in ("softmax", "special_softmax"):
-                self._by_hand(out, *args, **kwargs)
+                self._record_softmax(out, *args, **kwargs)
         if self.grad and self._product is not None:
             self.sequences += [(t, axis) for t in tensors_in(out) for axis in self._token_axis(t)]
         return out
 
     def _token_axis(self, tensor: Tensor) -> list[int]:
-        """The axis of the tokens, if these are all tokens of the one image."""
+        """Return the token axis, if the tensor holds all tokens of the one image."""
         if tensor.ndim != 3 or not tensor.requires_grad:
             return []
         length = self.product.shape[-1]
         return {(1, length): [1], (length, 1): [0]}.get((tensor.shape[0], tensor.shape[1]), [])
 
-    # --- the three ways to write attention
+    # --- three ways to compute attention
 
-    def _multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        """torch's nn.MultiheadAttention, which can return its weights: (B, heads, L, L)."""
-        wanted = kwargs.get("need_weights", True), kwargs.get("average_attn_weights", True)
+    def _record_multi_head(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Any]:
+        """Record nn.MultiheadAttention, which can return its weights, (B, heads, L, L)."""
+        need_weights, average = kwargs.get("need_weights", True), kwargs.get("average_attn_weights", True)
         out, weights = func(*args, **{**kwargs, "need_weights": True, "average_attn_weights": False})
-        self._join(weights, _Step([(x, 0) for x in args[:3]], (out, 0)))
-        if not wanted[0]:
+        self._multiply(weights, _AttentionLayer([(x, 0) for x in args[:3]], (out, 0)))
+        if not need_weights:
             return out, None
-        return out, weights.mean(-3) if wanted[1] else weights
+        return out, weights.mean(-3) if average else weights
 
-    def _fused(
+    def _record_fused(
         self,
         out: Tensor,
         query: Tensor,
@@ -179,8 +180,8 @@ class _Rollout(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> None:
-        """A fused kernel, which keeps no weights: they are made again, head by head."""
-        step = _Step([(query, -2), (key, -2), (value, -2)], (out, -2))
+        """Record a fused kernel, which returns no weights: compute them again, head by head."""
+        layer = _AttentionLayer([(query, -2), (key, -2), (value, -2)], (out, -2))
         shape = (*query.shape[:-1], key.shape[-2])  # (B, heads, L, L)
         with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
             if is_causal:
@@ -198,25 +199,27 @@ class _Rollout(TorchFunctionMode):
                 q, k, b = query, key, bias
                 if query.ndim > 3:
                     q, k, b = q.select(-3, head), k.select(-3, head // groups), b.select(-3, head)
-                q, k, b = (t if t.dtype == torch.float64 else t.float() for t in (q, k, b))
+                q, k, b = map(at_least_float32, (q, k, b))
                 mean = mean + (q @ k.mT * scale + b).softmax(-1) / heads
         assert isinstance(mean, Tensor)
-        self._join(mean, step)
+        self._multiply(mean, layer)
 
-    def _by_hand(self, out: Tensor, input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> None:
-        """A softmax over the last axis but one, or the last: attention where these two are equal."""
+    def _record_softmax(
+        self, out: Tensor, input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Record a softmax over one of the last two axes: attention if these have the same length."""
         axis = dim - out.ndim if dim is not None and dim >= 0 else dim
         if out.ndim < 3 or axis not in (-1, -2):
             return
         scores, weights = (input, out) if axis == -1 else (input.mT, out.mT)
         if weights.shape[-2] != weights.shape[-1]:
-            self.others.add(GridSize.of(weights))
+            self.other_softmaxes.add(GridSize.of(weights))
         else:
-            own = scores.diagonal(dim1=-2, dim2=-1)  # of a token with itself: no other has a part in it
-            self._join(weights, _Step([(own, -1)], (out, -3 - axis)))
+            diagonal = scores.diagonal(dim1=-2, dim2=-1)  # scores of a token with itself depend on no other
+            self._multiply(weights, _AttentionLayer([(diagonal, -1)], (out, -3 - axis)))
 
-    def _join(self, weights: Tensor, step: _Step) -> None:
-        """(A + I) / 2, A being the mean over heads, goes to the left of the layers before it."""
+    def _multiply(self, weights: Tensor, layer: _AttentionLayer) -> None:
+        """Multiply the product of the layers before by (A + I) / 2, where A is the mean over heads."""
         rows, columns = weights.shape[-2:]
         before = columns if self._product is None else self._product.shape[-1]
         if rows != columns:
@@ -227,35 +230,36 @@ class _Rollout(TorchFunctionMode):
             self._refuse(f"has {tuple(weights.shape)} attention for {self.batch} images")
         self.one_by_one |= len(weights) != self.batch
         with torch.no_grad(), torch.autocast(weights.device.type, enabled=False):
-            kind = torch.float64 if weights.dtype == torch.float64 else torch.float32
-            mean = weights.detach().reshape(self.batch, -1, rows, columns).mean(1, dtype=kind)  # (B, L, L)
-            mean = mean / mean.sum(-1, keepdim=True)  # which half precision has rounded
+            mean = (
+                at_least_float32(weights.detach()).reshape(self.batch, -1, rows, columns).mean(1)
+            )  # (B, L, L)
+            mean = mean / mean.sum(-1, keepdim=True)  # rounded in half precision
             mean.diagonal(dim1=-2, dim2=-1).add_(1)
             mean.div_(2)
             self._product = mean if self._product is None else mean @ self._product
         if self.grad:
-            self.steps.append(step)
-            self.sequences = [step.output]
+            self.layers.append(layer)
+            self.sequences = [layer.output]
 
 
-# ------------------------------------------------------------------------------- how the model is built
+# -------------------------------------------------------------------------- the architecture of the model
 
 
-def _reading(first: _Rollout) -> Tensor:
-    """(L,) weights of the tokens that the head reads, summing to 1; DataError if tokens mix elsewhere.
+def _reading_weights(first: _AttentionRecorder) -> Tensor:
+    """Return (L,) weights of the tokens that the head reads, summing to 1; DataError if tokens mix elsewhere.
 
-    The head reads the tokens that get gradient: of those before the grid the ones that do, of the grid all or
-    none (a maximum would pass it to one). They share alike; where a head reads both kinds, the gradient says
-    how much of each.
+    The head reads the tokens that receive gradient: individual ones before the grid, and all or none of the
+    grid (a maximum would pass gradient to one cell). Tokens of a kind have equal weights; if a head reads
+    both kinds, the gradient's size divides the weight between them.
     """
     product, (p, q) = first.product, first.grid
-    for before, after in pairwise(first.steps):
-        _check_alone(first, after.inputs, before.output)
-    entering = [t for t in first.entering if t.is_floating_point() and t.requires_grad]
-    if not entering or any(t.shape[2:].numel() > 1 for t in entering):
-        entering = [first.logits]  # a head that runs on every token
+    for before, after in pairwise(first.layers):
+        _check_no_mixing(first, after.inputs, before.output)
+    outputs = [t for t in first.head_inputs if t.is_floating_point() and t.requires_grad]
+    if not outputs or any(t.shape[2:].numel() > 1 for t in outputs):
+        outputs = [first.logits]  # the head runs on every token
     with torch.enable_grad():
-        score = torch.stack([_signed_sum(t) for t in entering]).sum()
+        score = torch.stack([_signed_sum(t) for t in outputs]).sum()
     sequences = [t for t, _ in first.sequences]
     gradients = torch.autograd.grad(score, sequences, allow_unused=True, retain_graph=True)
     reached = [i for i, gradient in enumerate(gradients) if gradient is not None]
@@ -264,7 +268,7 @@ def _reading(first: _Rollout) -> Tensor:
     (last, axis), gradient = first.sequences[reached[-1]], gradients[reached[-1]]
     assert gradient is not None
     if reached[-1]:
-        _check_alone(first, [(last, axis)], first.steps[-1].output)
+        _check_no_mixing(first, [(last, axis)], first.layers[-1].output)
     sizes = gradient.movedim(axis, 0).flatten(1).to(product.dtype).norm(dim=1)  # (L,)
     reading = torch.zeros_like(sizes)
     read = (sizes[: -p * q] > 0).to(sizes)
@@ -273,8 +277,8 @@ def _reading(first: _Rollout) -> Tensor:
     return reading / reading.sum()
 
 
-def _check_alone(first: _Rollout, inputs: list[Tokens], output: Tokens) -> None:
-    """That a token on its way from one attention layer to the next meets no other."""
+def _check_no_mixing(first: _AttentionRecorder, inputs: list[Tokens], output: Tokens) -> None:
+    """Raise if tokens mix between the output of one attention layer and the inputs of the next."""
     tensor, axis = output
     token = first.product.shape[-1] // 2
     with torch.enable_grad():
@@ -289,7 +293,6 @@ def _check_alone(first: _Rollout, inputs: list[Tokens], output: Tokens) -> None:
 
 
 def _signed_sum(tensor: Tensor) -> Tensor:
-    """The sum with random signs, of which every entry has the same part (a norm's plain sum would not
-    move)."""
+    """Sum with random signs, so that every entry has gradient (the plain sum of a LayerNorm is constant)."""
     signs = torch.randint(2, tensor.shape, generator=torch.Generator().manual_seed(0)) * 2.0 - 1
     return (tensor * signs.to(tensor)).sum()
