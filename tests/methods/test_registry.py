@@ -22,7 +22,7 @@ from sigcam.ui.sources import available_methods, sources_of
 from sigcam.ui.viewer import Viewer
 from support.commands import place, run, spec
 from support.samples import picture, prepared, samples
-from support.tiny import Gap
+from support.tiny import Gap, attached
 
 __all__ = ["place", "samples"]  # fixtures
 NAME = "Squared_CAM"  # spelled as no method of ours
@@ -60,6 +60,9 @@ def test_a_new_method_is_evaluated_beside_the_others(squared, samples):
 
 def test_a_new_method_is_an_option_of_the_commands(squared, place: Path, monkeypatch: pytest.MonkeyPatch):
     data = ("--model", spec(place), "--branch", "softmax", "--method", squared)
+    words = ("explain", place / "data" / "cat" / "0.png", *data, "--output", place / "maps")
+    assert run(monkeypatch, *words) == 0
+    assert squared in (place / "maps" / "explanation.json").read_text()
     words = ("evaluate", *data, "--data", place / "data", "--output", place / "numbers")
     assert run(monkeypatch, *words) == 0
     rows = json.loads((place / "numbers" / "results.json").read_text())["rows"]
@@ -79,6 +82,28 @@ def test_a_new_method_is_on_the_page_and_follows_a_shift_of_the_head(squared):
         for panel, low in zip(viewer.panels, before, strict=True)
     }
     assert moved["softmax"]
+
+
+@pytest.mark.parametrize("name", [name for name, facts in METHODS.items() if facts.needs != "attention"])
+def test_the_facts_of_a_method_are_true_of_its_maps(name: str):
+    facts, net = METHODS[name], attached(Gap(4))
+    ex = sigcam.explain(net, torch.rand(2, 3, 16, 16), name, branch="softmax", classes="all", scale="raw")
+    assert bool((ex.maps[:, 0] != ex.maps[:, 1]).any()) == facts.class_specific
+    if facts.in_logits and facts.signed:
+        bias = net.last_layer("softmax").bias.detach()
+        assert torch.allclose(ex.maps.mean((2, 3)) + bias, ex.logits, atol=1e-5)
+    if facts.linear_twin:
+        clamp = not facts.signed
+        same = [
+            sigcam.explain(net, ex.images, each, branch="softmax", clamp=clamp).maps
+            for each in (name, facts.linear_twin)
+        ]
+        assert torch.allclose(*same, atol=1e-5)
+    if not facts.signed:
+        clamped = sigcam.explain(
+            net, ex.images, name, branch="softmax", classes="all", scale="raw", clamp=True
+        )
+        assert torch.equal(clamped.maps, ex.maps)
 
 
 def test_spellings_are_facts_of_a_method():
