@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import pickle
 from contextlib import suppress
 from functools import cache
@@ -11,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from sigcam.core.files import hash_of, write_atomic
+from sigcam.core.files import atomic_path, hash_of
 from sigcam.core.manifest import versions
 
 
@@ -26,19 +25,36 @@ class Checkpoint:
 
     def __init__(self, path: Path | None, facts: Any) -> None:
         self.path = path
-        self.key = "" if path is None else hash_of([facts, versions(), code_fingerprint()])
+        self._facts = dict[str, str]()
+        if path is not None:
+            named = facts if isinstance(facts, dict) else {"facts": facts}
+            named = {**named, "versions": versions(), "code": code_fingerprint()}
+            self._facts = {name: hash_of(value) for name, value in named.items()}
 
     def load(self, map_location: Any = None) -> dict[str, Any] | None:
         """Return the state saved for the same work, or None if there is none or the file is damaged."""
+        facts, state = self._read(map_location)
+        return state if facts == self._facts else None
+
+    def differences(self) -> list[str]:
+        """Return the names of the facts that differ in an existing file; ["content"] if it is damaged."""
+        if self.path is None or not self.path.exists():
+            return []
+        facts, _ = self._read("meta")
+        if facts is None:
+            return ["content"]
+        return [name for name in {**self._facts, **facts} if facts.get(name) != self._facts.get(name)]
+
+    def _read(self, map_location: Any) -> tuple[dict[str, str] | None, dict[str, Any] | None]:
         import torch
 
         if self.path is None or not self.path.is_file():
-            return None
+            return None, None
         try:
             content = torch.load(self.path, map_location=map_location, weights_only=True)
-            return dict(content["state"]) if content["key"] == self.key else None
-        except (RuntimeError, pickle.UnpicklingError, KeyError, TypeError, EOFError, OSError):
-            return None
+            return dict(content["facts"]), dict(content["state"])
+        except (RuntimeError, pickle.UnpicklingError, KeyError, TypeError, ValueError, EOFError, OSError):
+            return None, None
 
     def save(self, state: dict[str, Any]) -> None:
         """Replace the file. The state holds tensors, numbers, strings, and lists and dicts of them."""
@@ -46,10 +62,9 @@ class Checkpoint:
 
         if self.path is None:
             return
-        buffer = io.BytesIO()
-        torch.save({"key": self.key, "state": state}, buffer)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.path, buffer.getvalue())
+        with atomic_path(self.path) as draft:
+            torch.save({"facts": self._facts, "state": state}, draft)
 
     def remove(self) -> None:
         """Delete the file once the work is done."""

@@ -5,22 +5,30 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from sigcam.core.errors import ConfigError
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write the whole file or nothing; its folder must exist."""
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a file to write to, which replaces `path` if the block succeeds; its folder must exist."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.part")  # not shared with other processes
     try:
-        draft.write_bytes(data)
+        yield draft
         draft.replace(path)
     finally:
         with suppress(OSError):
             draft.unlink()
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write the whole file or nothing; its folder must exist."""
+    with atomic_path(path) as draft:
+        draft.write_bytes(data)
 
 
 def write_text_atomic(path: Path, text: str) -> Path:
