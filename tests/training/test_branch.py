@@ -29,9 +29,10 @@ from sigcam.models.preprocess import Preprocess
 from sigcam.network.attachment import attach
 from sigcam.network.dual import DualBranch
 from sigcam.training.augmentation import RandomCropFlip
-from sigcam.training.branch import FitResult, _held_out, fit
+from sigcam.training.branch import FitResult, fit
 from sigcam.training.features import Features
 from sigcam.training.loss import as_targets, balanced_bce, pos_weights, positives_of
+from sigcam.training.training_set import choose_held_out
 from support.oracles import bce_code, bce_paper
 from support.tiny import Gap, Normed, TwoHeads, Vgg, attached, easy_data, images
 
@@ -478,11 +479,11 @@ def test_the_search_takes_the_strongest_penalty_within_an_error_of_the_best() ->
 
 def test_held_out_images_are_a_share_of_every_class_and_none_is_emptied() -> None:
     labels = torch.tensor([0] * 10 + [1] * 5 + [2] * 2 + [3])
-    held = _held_out(labels, FitConfig())
+    held = choose_held_out(labels, FitConfig())
     assert [int(held[labels == k].sum()) for k in range(4)] == [2, 1, 1, 0]
-    assert torch.equal(held, _held_out(labels, FitConfig()))
-    assert not torch.equal(held, _held_out(labels, FitConfig(seed=1)))
-    assert not _held_out(labels, FitConfig(holdout=0)).any()
+    assert torch.equal(held, choose_held_out(labels, FitConfig()))
+    assert not torch.equal(held, choose_held_out(labels, FitConfig(seed=1)))
+    assert not choose_held_out(labels, FitConfig(holdout=0)).any()
 
 
 def test_quality_is_of_a_branch_that_did_not_see_the_images() -> None:

@@ -5,6 +5,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import sigcam
 from sigcam.cli.main import main
+from sigcam.core.checkpoint import Checkpoint
 from sigcam.core.config import TrainConfig
 from sigcam.core.errors import DataError, ModelError
 from sigcam.data.readers.folder import folder
@@ -22,6 +24,7 @@ from sigcam.data.registry import open_validation_data
 from sigcam.data.sample import Samples
 from sigcam.models.classifier import Classifier, load_classifier, save_classifier
 from sigcam.models.preprocess import Preprocess
+from sigcam.models.state_dict import fingerprint
 from sigcam.models.wsol import WSOL_BACKBONES
 from sigcam.training import classifier as classifying
 from sigcam.training.classifier import TrainResult, train_classifier
@@ -158,12 +161,12 @@ def test_a_checkpoint_of_another_run_is_refused(place: Path):
     classifier, samples = made(place)
     train_classifier(classifier, samples, SHORT, checkpoint=place / "e.pt")
     again, _ = made(place)
-    with pytest.raises(DataError, match="other lr"):
+    with pytest.raises(DataError, match="different lr"):
         train_classifier(again, samples, TrainConfig(epochs=4, batch_size=5), checkpoint=place / "e.pt")
-    with pytest.raises(DataError, match="other weights"):
+    with pytest.raises(DataError, match="different weights"):
         train_classifier(classifier, samples, SHORT, checkpoint=place / "e.pt")
     cut = replace(again, transform=replace(again.transform, resize=40))
-    with pytest.raises(DataError, match="other preprocessing"):
+    with pytest.raises(DataError, match="different preprocessing"):
         train_classifier(cut, samples, SHORT, checkpoint=place / "e.pt")
     (place / "e.pt").write_bytes(b"nothing")
     with pytest.raises(DataError, match="remove it"):
@@ -243,8 +246,8 @@ def test_training_sees_another_crop_of_a_picture_in_every_epoch(place: Path):
     classifier, samples = made(place)
 
     def views(number: int) -> Tensor:
-        batches = classifying._views(classifier, samples[:1], SHORT, number, torch.device("cpu"))
-        return next(iter(batches)).images
+        shuffled, view = classifying._training_views(classifier, samples[:1], SHORT, number)
+        return torch.stack([view(sample.open()) for sample in shuffled])
 
     assert views(0).shape == (1, 3, 32, 32)
     assert torch.equal(views(0), views(0)) and not torch.equal(views(0), views(1))
@@ -334,7 +337,7 @@ def test_the_command_writes_a_classifier_that_loads_and_a_manifest_with_every_ep
     assert all({"loss", "train_accuracy", "val_accuracy"} <= epoch.keys() for epoch in manifest["epochs"])
     loaded = load_classifier(spec(place), weights=place / "out" / "classifier.safetensors")
     assert loaded.classes == ("cat", "dog")
-    assert manifest["model_fingerprint"] == sigcam.network.dual.fingerprint(loaded.model)
+    assert manifest["model_fingerprint"] == fingerprint(loaded.model)
 
 
 def test_the_command_run_again_after_a_kill_ends_with_the_same_file(
@@ -343,15 +346,15 @@ def test_the_command_run_again_after_a_kill_ends_with_the_same_file(
     words = ("--data", place / "data", "--model", spec(place), "--batch-size", 6, "--epochs", 3)
     assert run(monkeypatch, *words, "--output", place / "whole") == 0
 
-    def killed(*args: object) -> None:
+    def killed(*args: Any) -> None:
         write(*args)
         raise KeyboardInterrupt
 
-    write = classifying._write_checkpoint
-    monkeypatch.setattr(classifying, "_write_checkpoint", killed)
+    write = Checkpoint.save
+    monkeypatch.setattr(Checkpoint, "save", killed)
     assert run(monkeypatch, *words, "--output", place / "parts") == 130
     assert {path.name for path in (place / "parts").iterdir()} == {"checkpoint.pt"}
-    monkeypatch.setattr(classifying, "_write_checkpoint", write)
+    monkeypatch.setattr(Checkpoint, "save", write)
     assert run(monkeypatch, *words, "--output", place / "parts") == 0
     whole, parts = (load_file(place / name / "classifier.safetensors") for name in ("whole", "parts"))
     assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)

@@ -23,9 +23,7 @@ from sigcam.core.config import FitConfig
 from sigcam.core.errors import DataError
 from sigcam.data.sample import Sample, Samples
 from sigcam.models.preprocess import Preprocess
-from sigcam.network.dual import DualBranch
 from sigcam.training import feature_cache as cache_room
-from sigcam.training import features as features_room
 from sigcam.training.branch import fit
 from sigcam.training.feature_cache import (
     IMAGES_PER_CHUNK,
@@ -35,7 +33,7 @@ from sigcam.training.feature_cache import (
     find_store,
     list_caches,
 )
-from sigcam.training.features import compute_pooled
+from sigcam.training.head_inputs import HeadInputs
 from support.folders import CLASSES, GIVEN, network, tree
 
 
@@ -43,12 +41,14 @@ def fitted(samples: Samples, root: Path | None, config: FitConfig = GIVEN) -> tu
     """The branch's weights, and how many images passed the backbone."""
     net, seen = network(), list[int]()
 
-    def counted(net: DualBranch, images: Tensor, *args: Any, **options: Any) -> Tensor:
+    compute = HeadInputs.compute
+
+    def counted(inputs: HeadInputs, images: Tensor, *args: Any) -> Tensor:
         seen.append(len(images))
-        return compute_pooled(net, images, *args, **options)
+        return compute(inputs, images, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(features_room, "compute_pooled", counted)
+        patch.setattr(HeadInputs, "compute", counted)
         fit(net, samples, config, cache=root)
     return net.last_layer("sigmoid").get_parameter("weight").detach().clone(), sum(seen)
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from sigcam.core.errors import DataError
 from sigcam.training import logistic as solving
-from sigcam.training.logistic import Rows, Solution, chosen_penalty, find_axes, solve
+from sigcam.training.logistic import Rows, Solution, find_axes, solve
+from sigcam.training.solved_head import choose_l2
 
 
 def problem(images: int = 120, width: int = 7, classes: int = 4, seed: int = 0, many: bool = False) -> Rows:
@@ -97,7 +98,7 @@ def test_no_slope_is_left_at_the_answer(
     centred = torch.cat([slope[:, :-1] - slope[:, -1:] * mean, slope[:, -1:]], 1)  # what the solver looks at
     bias = (found.bias + found.weight @ mean).abs().max()
     rounding = 2 * solving.BIAS_PENALTY * float(bias) + 1e-6 * float(rows.features.abs().max())
-    assert float(centred.norm(dim=1).max()) <= 2 * l2 * solving.TOLERANCE + rounding
+    assert float(centred.norm(dim=1).max()) <= 2 * l2 * solving.SOLVER_TOLERANCE + rounding
 
 
 def test_the_loss_falls_with_every_step_and_few_are_needed() -> None:
@@ -111,7 +112,7 @@ def test_the_loss_falls_with_every_step_and_few_are_needed() -> None:
 def test_the_answer_is_one_however_the_work_is_cut_up(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, pos = problem(300, 12, 6), torch.full((6,), 5.0)
     whole = solve(rows, find_axes(rows), 6, l2=0.01, pos_weight=pos)
-    for name, value in (("CHUNK", 7), ("MEMORY", 300 * 24 * 2), ("WIDEST", 3)):
+    for name, value in (("ROWS_PER_CHUNK", 7), ("MEMORY", 300 * 24 * 2), ("WIDEST", 3)):
         with monkeypatch.context() as patch:
             patch.setattr(solving, name, value)
             part = solve(rows, find_axes(rows), 6, l2=0.01, pos_weight=pos)
@@ -185,8 +186,8 @@ def test_a_fit_that_does_not_get_there_says_so(monkeypatch: pytest.MonkeyPatch) 
 def test_the_penalty_chosen_is_the_strongest_within_one_standard_error_of_the_best() -> None:
     spread = torch.tensor([0.7, 0.9])  # mean 0.8, standard error 0.1
     scores = [(1.0, torch.tensor([0.69, 0.69])), (0.1, torch.tensor([0.71, 0.71])), (0.01, spread)]
-    assert chosen_penalty(scores) == (0.1, pytest.approx(0.1))
-    assert chosen_penalty(scores[:1])[0] == 1.0
+    assert choose_l2(scores) == (0.1, pytest.approx(0.1))
+    assert choose_l2(scores[:1])[0] == 1.0
     unknown = [(1.0, torch.tensor([0.5, torch.nan])), (0.1, torch.tensor([0.6, torch.nan]))]
-    assert chosen_penalty(unknown) == (0.1, 0.0)
-    assert chosen_penalty([(1.0, spread), (0.1, spread)])[0] == 1.0  # of equals the strongest
+    assert choose_l2(unknown) == (0.1, 0.0)
+    assert choose_l2([(1.0, spread), (0.1, spread)])[0] == 1.0  # of equals the strongest

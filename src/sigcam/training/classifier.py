@@ -1,14 +1,11 @@
-"""Training a softmax classifier to attach to: all of it or its last stages, by the recipe of the paper's
-baselines."""
+"""train_classifier: train a softmax classifier to attach to, whole or in part, as the paper's baselines."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import pickle
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -19,16 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sigcam.core.checkpoint import Checkpoint
 from sigcam.core.config import TrainConfig
-from sigcam.core.errors import DataError, ModelError
+from sigcam.core.errors import ConfigError, DataError, ModelError
 from sigcam.core.types import Progress
-from sigcam.data.loader import Batch, load_batches
+from sigcam.data.fingerprint import data_fingerprint, files_fingerprint
+from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples
 from sigcam.models.classifier import Classifier
+from sigcam.models.preprocess import Transform
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.split import find_split
 from sigcam.network.trace import chunks, logits_of
-from sigcam.training.augmentation import SeededTransform, augmented, seed_of, with_seed
+from sigcam.training.augmentation import SeededTransform, augmented, seed_of, transform_name, with_seed
 from sigcam.training.settings import check_train_config
 
 CLASSIFIER_EPOCHS = 10
@@ -36,7 +36,7 @@ CLASSIFIER_EPOCHS = 10
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one pass gave: mean loss and share of right answers while training, and on held-out images."""
+    """Mean loss and accuracy of one epoch, while training and on the validation images."""
 
     loss: float
     train_accuracy: float
@@ -47,7 +47,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What training gave: every epoch, how many parameters learned, and files left out with the reason."""
+    """The epochs of a training, its images and trained parameters, and (id, reason) of unreadable images."""
 
     epochs: tuple[Epoch, ...]
     images: int
@@ -65,48 +65,48 @@ def train_classifier(
     progress: Progress | None = None,
     after_epoch: Callable[[TrainResult], None] | None = None,
 ) -> TrainResult:
-    """Trains the classifier, in place, with softmax cross-entropy (PROTOCOL 3); the last epoch's weights.
+    """Train the classifier in place with softmax cross-entropy (PROTOCOL 3), keeping the last weights.
 
-    All that is random follows from the seed and the number of the epoch, so that a run that is stopped and
-    goes on from its checkpoint ends with the same bits, whatever the number of workers.
+    Random numbers depend on the seed and the epoch only, so a run that is interrupted and resumed ends with
+    the same bits as one that is not, for any number of workers.
 
     Args:
-        val: images to measure accuracy on after each epoch; nothing is chosen by it.
-        checkpoint: a file that is written whole after each epoch, and gone on from if it is there.
-        after_epoch: called with what is known so far.
+        val: images to measure accuracy on after each epoch; nothing is selected by it.
+        checkpoint: file to write after each epoch, and to resume from if it exists.
+        after_epoch: called with the result so far.
     """
     config = check_train_config(config or TrainConfig())
     model, epochs = classifier.model, config.epochs or CLASSIFIER_EPOCHS
     trained = _trained_names(model, config)
-    identity = _identity(classifier, samples, config) if checkpoint else {}
-    held = _read_checkpoint(checkpoint, identity, epochs) if checkpoint else None
+    saved = Checkpoint(checkpoint, _facts(classifier, samples, config) if checkpoint else {})
+    history, skipped = list[Epoch](), dict[str, str]()
     with _training_only(model, trained):
         optimizer = _optimizer(model, trained, _fast_names(model, config.seed), config)
-        history, skipped = list[Epoch](), dict[str, str]()
-        if held:
-            model.load_state_dict(held["model"])
-            optimizer.load_state_dict(held["optimizer"])
-            history, skipped = [Epoch(**row) for row in held["history"]], dict(held["skipped"])
-        first, share = len(history), len(samples) + len(val or ())  # of the progress, per epoch
+        if state := _load_state(saved, epochs):
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            history, skipped = [Epoch(**row) for row in state["history"]], dict(state["skipped"])
+        first, per_epoch = len(history), len(samples) + len(val or ())  # images, for the progress
         for number in range(first, epochs):
-            began, rate = time.perf_counter(), config.lr * 0.1 ** ((number + 1) // config.decay_every)
+            began, lr = time.perf_counter(), config.lr * 0.1 ** ((number + 1) // config.decay_every)
             for group in optimizer.param_groups:
-                group["lr"] = rate * group["ratio"]
-            tell = partial(_tell, progress, (number - first) * share, (epochs - first) * share)
-            loss, right, unread = _one_epoch(classifier, samples, config, number, optimizer, trained, tell)
-            skipped |= unread
-            tell = partial(_tell, progress, (number - first) * share + len(samples), (epochs - first) * share)
-            found = None if val is None else _accuracy(classifier, val, config, tell)
-            history.append(Epoch(loss, right, found, rate, time.perf_counter() - began))
-            if checkpoint:
-                kept: dict[str, Any] = {
-                    "identity": identity,
+                group["lr"] = lr * group["ratio"]
+            done, total = (number - first) * per_epoch, (epochs - first) * per_epoch
+            report = partial(_report, progress, done, total)
+            loss, accuracy = _train_epoch(
+                classifier, samples, config, number, optimizer, trained, skipped, report
+            )
+            report = partial(_report, progress, done + len(samples), total)
+            val_accuracy = None if val is None else _val_accuracy(classifier, val, config, report)
+            history.append(Epoch(loss, accuracy, val_accuracy, lr, time.perf_counter() - began))
+            saved.save(
+                {
                     "model": model.state_dict(),
                     "optimizer": optimizer.state_dict(),
                     "history": [asdict(epoch) for epoch in history],
-                    "skipped": list(skipped.items()),
+                    "skipped": skipped,
                 }
-                _write_checkpoint(checkpoint, kept)
+            )
             if after_epoch:
                 after_epoch(_result(history, samples, trained, skipped))
     return _result(history, samples, trained, skipped)
@@ -119,25 +119,61 @@ def _result(
     return TrainResult(tuple(history), images, sum(trained.values()), tuple(skipped.items()))
 
 
-# ------------------------------------------------------------------------------------- what learns, how fast
+def _report(progress: Progress | None, before: int, total: int, done: int) -> None:
+    if progress:
+        progress("training", before + done, total)
+
+
+def _facts(classifier: Classifier, samples: Samples, config: TrainConfig) -> dict[str, Any]:
+    """Return what a run must share with the one it resumes; more epochs only continue it."""
+    settings = asdict(config)
+    for name in ("epochs", "workers", "pretrained"):
+        del settings[name]
+    return {
+        "model": classifier.name,
+        "weights": fingerprint(classifier.model),
+        "labels": data_fingerprint(samples),
+        "files": files_fingerprint(samples),
+        "preprocessing": transform_name(classifier.transform),
+        **settings,
+    }
+
+
+def _load_state(saved: Checkpoint, epochs: int) -> dict[str, Any] | None:
+    """Return the state to resume from, None if there is no file; raise ConfigError if it is another run's."""
+    state = saved.load(map_location="cpu")
+    if state is None and (different := saved.differences()):
+        raise ConfigError(
+            f"{saved.path} belongs to another training run (different {', '.join(different)}): remove it, or "
+            "choose another output folder."
+        )
+    if state is not None and len(state["history"]) > epochs:
+        raise ConfigError(
+            f"{saved.path} holds {len(state['history'])} epochs, more than the {epochs} of this run: remove "
+            "it, or train for more epochs."
+        )
+    return state
+
+
+# ---------------------------------------------------------------------------------------- trained parameters
 
 
 def _fast_names(model: nn.Module, seed: int) -> set[str]:
-    """Parameters of the last stage, which learn faster: by the paper's parts of names (PROTOCOL 3) in
-    networks that have them, else those of the head."""
+    """Return the parameters of the last stage, which learn faster: by the paper's name patterns (PROTOCOL 3)
+    in networks that have such names, else those of the head."""
     names = [name for name, _ in model.named_parameters()]
 
-    def holding(*parts: str) -> set[str]:
+    def containing(*parts: str) -> set[str]:
         return {name for name in names if any(part in name for part in parts)}
 
     stems = tuple(f"Conv2d_{i}" for i in range(1, 5))
     fast = set[str]()
-    if holding("Mixed"):
-        fast = set(names) - holding("Mixed", *stems)
-    elif holding("layer4.") and holding("fc."):
-        fast = holding("layer4.", "fc.")
-    elif holding("features."):
-        fast = set(names) - holding("features.")
+    if containing("Mixed"):
+        fast = set(names) - containing("Mixed", *stems)
+    elif containing("layer4.") and containing("fc."):
+        fast = containing("layer4.", "fc.")
+    elif containing("features."):
+        fast = set(names) - containing("features.")
     return fast if fast and len(fast) < len(names) else _head_names(model, seed)
 
 
@@ -147,7 +183,7 @@ def _head_names(model: nn.Module, seed: int) -> set[str]:
 
 
 def _trained_names(model: nn.Module, config: TrainConfig) -> dict[str, int]:
-    """Names and sizes of the parameters that learn; the head always does."""
+    """Return names and sizes of the parameters to train; the head's are always among them."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     start, names = config.freeze_until, list(sizes)
     if start is None:
@@ -159,13 +195,13 @@ def _trained_names(model: nn.Module, config: TrainConfig) -> dict[str, int]:
         raise ModelError(
             f"freeze_until={start!r} names no module with parameters: did you mean {', '.join(close)}?"
         )
-    kept = {*names[inside[0] :], *_head_names(model, config.seed)}
-    return {name: sizes[name] for name in names if name in kept}
+    trained = {*names[inside[0] :], *_head_names(model, config.seed)}
+    return {name: size for name, size in sizes.items() if name in trained}
 
 
 @contextmanager
 def _training_only(model: nn.Module, trained: dict[str, int]) -> Iterator[None]:
-    """Gradients for these parameters alone; flags come back, and the model is in eval mode."""
+    """Compute gradients of these parameters only; restore the flags and leave the model in eval mode."""
     flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     try:
         for name, parameter in model.named_parameters():
@@ -179,7 +215,7 @@ def _training_only(model: nn.Module, trained: dict[str, int]) -> Iterator[None]:
 
 
 def _train_mode(model: nn.Module, trained: dict[str, int], config: TrainConfig) -> None:
-    """Train mode, but for what is frozen: its BatchNorm statistics stay, its dropout is off."""
+    """Set train mode, except for frozen modules: their BatchNorm statistics stay and dropout is off."""
     model.train()
     if config.freeze_until is None:
         return
@@ -207,60 +243,83 @@ def _optimizer(
 # ------------------------------------------------------------------------------------------------ one epoch
 
 
-def _one_epoch(
+def read_batches(
+    samples: Samples,
+    transform: Transform,
+    config: TrainConfig,
+    device: torch.device,
+    skipped: dict[str, str],
+    report: Callable[[int], None],
+    *,
+    required: bool = True,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield images (B, 3, H, W) and labels (B,), on the CPU.
+
+    Args:
+        device: the model's.
+        skipped: unreadable images are added to it.
+        report: called with the number of images done after each batch.
+        required: raise DataError if images have no labels or none can be read; else they are left out.
+    """
+    done, empty = 0, True
+    spawn = device.type == "cuda"
+    for batch in load_batches(
+        samples, transform, batch_size=config.batch_size, workers=config.workers, spawn=spawn
+    ):
+        skipped.update(batch.skipped)
+        if required and batch.labels is None:
+            raise DataError("training a classifier needs labelled samples.")
+        if len(batch.images) and batch.labels is not None:
+            empty = False
+            yield batch.images, batch.labels
+        done += len(batch.indices) + len(batch.skipped)
+        report(done)
+    if required and empty:
+        reason = next(iter(skipped.values()), "there is none")
+        raise DataError(f"none of the {len(samples)} images could be read; the first: {reason}")
+
+
+def _train_epoch(
     classifier: Classifier,
     samples: Samples,
     config: TrainConfig,
     number: int,
     optimizer: torch.optim.Optimizer,
     trained: dict[str, int],
-    tell: Callable[[int], None],
-) -> tuple[float, float, dict[str, str]]:
-    """One pass over augmented images; mean loss, share of right answers, and what could not be read."""
+    skipped: dict[str, str],
+    report: Callable[[int], None],
+) -> tuple[float, float]:
+    """Train for one epoch on augmented images; return the mean loss and the accuracy before each step."""
     model, device = classifier.model, next(classifier.model.parameters()).device
-    step = partial(_step, model, optimizer, classes=len(samples.classes), autocast=config.autocast)
-    done, seen, right, loss, skipped = 0, 0, 0, 0.0, dict[str, str]()
+    count, correct, loss = 0, 0, 0.0
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed_of(config.seed, number, "dropout"))
         _train_mode(model, trained, config)
-        for batch in _views(classifier, samples, config, number, device):
-            skipped.update(batch.skipped)
-            done += len(batch.indices) + len(batch.skipped)
-            if len(batch.indices):
-                if batch.labels is None:
-                    raise DataError("training a classifier needs labelled samples.")
-                one, hits = step(batch.images.to(device), batch.labels.to(device))
-                seen, right, loss = seen + len(batch.indices), right + hits, loss + one
-            tell(done)
+        shuffled, view = _training_views(classifier, samples, config, number)
+        for images, labels in read_batches(shuffled, view, config, device, skipped, report):
+            losses, hits = _step(
+                model,
+                optimizer,
+                images.to(device),
+                labels.to(device),
+                classes=len(samples.classes),
+                autocast=config.autocast,
+            )
+            count, correct, loss = count + len(images), correct + hits, loss + losses
     model.eval()
-    if not seen:
-        reason = next(iter(skipped.values()), "there is none")
-        raise DataError(f"none of the {len(samples)} pictures could be read; the first: {reason}")
     if not math.isfinite(loss) or not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
         raise DataError(f"training diverged at lr={config.lr:g}: try a smaller one.")
-    return loss / seen, right / seen, skipped
+    return loss / count, correct / count
 
 
-def _tell(progress: Progress | None, before: int, total: int, done: int) -> None:
-    if progress:
-        progress("training", before + done, total)
-
-
-def _views(
-    classifier: Classifier, samples: Samples, config: TrainConfig, number: int, device: torch.device
-) -> Iterator[Batch]:
-    """Augmented batches of one epoch, in random order."""
+def _training_views(
+    classifier: Classifier, samples: Samples, config: TrainConfig, number: int
+) -> tuple[Samples, Transform]:
+    """Return the samples of one epoch in random order, and the transform that draws their random views."""
     generator = torch.Generator().manual_seed(seed_of(config.seed, number, "order"))
     order = torch.randperm(len(samples), generator=generator).tolist()
-    mixed = tuple(with_seed(samples[i], seed_of(config.seed, number, i)) for i in order)
-    spawn = device.type == "cuda"
-    return load_batches(
-        Samples(mixed, samples.classes),
-        SeededTransform(augmented(classifier.transform)),
-        batch_size=config.batch_size,
-        workers=config.workers,
-        spawn=spawn,
-    )
+    shuffled = tuple(with_seed(samples[i], seed_of(config.seed, number, i)) for i in order)
+    return Samples(shuffled, samples.classes), SeededTransform(augmented(classifier.transform))
 
 
 def _step(
@@ -272,11 +331,11 @@ def _step(
     classes: int,
     autocast: bool,
 ) -> tuple[float, int]:
-    """One gradient step; the sum of losses and the number of right answers before it."""
+    """Take one gradient step; return the sum of losses and the number of correct predictions before it."""
     with torch.enable_grad(), torch.autocast(images.device.type, torch.bfloat16, enabled=autocast):
         try:
             logits = logits_of(model(images), len(images)).float()
-        except ValueError as error:  # BatchNorm of one value per channel
+        except ValueError as error:  # BatchNorm with one value per channel
             raise ModelError(
                 f"the network cannot be trained on a batch of {len(images)}: {error}. Use another batch size."
             ) from error
@@ -291,69 +350,17 @@ def _step(
 
 
 @torch.no_grad()
-def _accuracy(
-    classifier: Classifier, samples: Samples, config: TrainConfig, tell: Callable[[int], None]
+def _val_accuracy(
+    classifier: Classifier, samples: Samples, config: TrainConfig, report: Callable[[int], None]
 ) -> float | None:
-    """The share of right answers on pictures as they are; None if none could be read."""
-    device, right, seen, done = next(classifier.model.parameters()).device, 0, 0, 0
-    spawn = device.type == "cuda"
-    for batch in load_batches(
-        samples, classifier.transform, batch_size=config.batch_size, workers=config.workers, spawn=spawn
+    """Return the accuracy on images without augmentation; None if none could be read."""
+    device, correct, count = next(classifier.model.parameters()).device, 0, 0
+    for images, labels in read_batches(
+        samples, classifier.transform, config, device, {}, report, required=False
     ):
-        if len(batch.images) and batch.labels is not None:
-            for images, labels in zip(chunks(batch.images), chunks(batch.labels), strict=True):
-                with torch.autocast(device.type, torch.bfloat16, enabled=config.autocast):
-                    logits = logits_of(classifier.model(images.to(device)), len(images))
-                right += int((logits.argmax(1).cpu() == labels).sum())
-            seen += len(batch.images)
-        done += len(batch.indices) + len(batch.skipped)
-        tell(done)
-    return right / seen if seen else None
-
-
-# ------------------------------------------------------------------------------------ checks and checkpoints
-
-
-def _identity(classifier: Classifier, samples: Samples, config: TrainConfig) -> dict[str, Any]:
-    """What a run must share with the one that wrote a checkpoint; more epochs only go further."""
-    digest = hashlib.blake2b(digest_size=16)
-    for sample in samples:
-        digest.update(f"{sample.id}\0{sample.label}\n".encode())
-    free = ("epochs", "workers", "pretrained")
-    settings = {key: value for key, value in asdict(config).items() if key not in free}
-    about = {"model": classifier.name, "weights": fingerprint(classifier.model), "images": digest.hexdigest()}
-    about["preprocessing"] = str(classifier.transform)
-    return about | {"classes": list(samples.classes)} | settings
-
-
-def _read_checkpoint(path: Path, identity: dict[str, Any], epochs: int) -> dict[str, Any] | None:
-    """What the file holds, None if there is none; DataError if another run wrote it."""
-    if not path.is_file():
-        return None
-    try:
-        held: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        other = [key for key, value in identity.items() if held["identity"].get(key) != value]
-        done = len(held["history"])
-    except (RuntimeError, pickle.UnpicklingError, KeyError, EOFError, AttributeError, OSError) as error:
-        raise DataError(f"cannot read {path}: remove it to begin anew, or use another output.") from error
-    if other:
-        raise DataError(
-            f"{path} is of a training with other {', '.join(other)}: remove it, or use another output."
-        )
-    if done > epochs:
-        raise DataError(
-            f"{path} has {done} epochs behind it, {epochs} are asked for: remove it, or ask more."
-        )
-    return held
-
-
-def _write_checkpoint(path: Path, held: dict[str, Any]) -> None:
-    """Writes the file whole or not at all, without a copy in memory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".part")
-    try:
-        torch.save(held, draft)
-        draft.replace(path)
-    finally:
-        with suppress(OSError):
-            draft.unlink()
+        for part, expected in zip(chunks(images), chunks(labels), strict=True):
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.autocast):
+                logits = logits_of(classifier.model(part.to(device)), len(part))
+            correct += int((logits.argmax(1).cpu() == expected).sum())
+        count += len(images)
+    return correct / count if count else None

@@ -1,10 +1,10 @@
 """The feature cache on disk: what enters the head, computed once per image and view.
 
-A cache is a folder named by a key over all that shapes the features: the classifier's weights, the layer,
-the preprocessing, the view, the precision and the list of images. `features.bin` holds one row per image,
-`sums.bin` a checksum per chunk of rows. A chunk's checksum is written after its rows and covers them, and the
-size and date of its picture files: so after a kill, a flipped byte or a changed picture exactly the chunks
-concerned are computed again. Many processes may fill one cache, each its own chunks.
+A cache is a folder named after a hash of everything the features depend on: the classifier's weights, the
+layer, the preprocessing, the view, the precision and the list of images. `features.bin` holds one row per
+image, `sums.bin` a checksum per chunk of rows. A checksum covers the chunk's rows and the size and date of
+its image files, and is written after the rows. After a kill, a flipped byte or a changed image, exactly the
+affected chunks are computed again. Several processes may fill one cache, each its own chunks.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sigcam.core.errors import DataError
+from sigcam.core.errors import ConfigError, DataError
 from sigcam.core.files import file_stamp, write_atomic
 from sigcam.data.sample import Sample, Samples
 
-IMAGES_PER_CHUNK = 64  # rows: what is lost in a kill, and one pass of the backbone
+IMAGES_PER_CHUNK = 64  # also the batch of the backbone, and what a kill loses
 SUM = 16  # bytes of a checksum
-SPARE = 2**26  # bytes to leave free on a disk
+SPARE = 2**26  # bytes to leave free on the disk
 Precision = Literal["float16", "bfloat16"]
 DTYPES: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def default_folder() -> Path:
-    """$SIGCAM_CACHE, else sigcam in the user's cache folder."""
-    own = os.environ.get("SIGCAM_CACHE")
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(own) if own else home / "sigcam"
+    """Return $SIGCAM_CACHE, or `sigcam` in the user's cache folder."""
+    if folder := os.environ.get("SIGCAM_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sigcam"
 
 
 @dataclass(frozen=True)
 class FeatureStore:
-    """Features of all images of one view, (images, *shape), some of them perhaps still to be computed."""
+    """Features (images, *shape) of one view of all images; some chunks may not be computed yet."""
 
     folder: Path
     samples: Samples
@@ -60,25 +60,20 @@ class FeatureStore:
         """Numbers per image."""
         return torch.Size(self.shape).numel()
 
-    @property
-    def chunks(self) -> int:
-        """How many chunks there are."""
-        return -(-len(self.samples) // IMAGES_PER_CHUNK)
-
-    def is_there(self) -> bool:
-        """Whether its space is taken; what is in it may be missing."""
+    def is_allocated(self) -> bool:
+        """Return whether the file has its full size; chunks may be missing all the same."""
         file = self.folder / "features.bin"
         return file.is_file() and file.stat().st_size == self.size
 
     def create(self) -> None:
-        """Takes the space that it needs; what is there already stays."""
+        """Allocate the files; chunks that are there already stay."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             about = self.folder / "about.json"
             if not about.is_file():
                 write_atomic(about, json.dumps(self.facts, indent=1).encode())
-            for name, wanted in (("features.bin", self.size), ("sums.bin", self.chunks * SUM)):
-                _reserve(self.folder / name, wanted)
+            _allocate(self.folder / "features.bin", self.size)
+            _allocate(self.folder / "sums.bin", -(-len(self.samples) // IMAGES_PER_CHUNK) * SUM)
         except OSError as error:
             raise DataError(
                 f"cannot use the feature cache {self.folder.parent}: {error.strerror or error}. Choose "
@@ -86,17 +81,17 @@ class FeatureStore:
             ) from error
 
     def rows(self, chunk: int) -> range:
-        """Which images a chunk holds."""
+        """Return the positions of a chunk's images."""
         return range(chunk * IMAGES_PER_CHUNK, min((chunk + 1) * IMAGES_PER_CHUNK, len(self.samples)))
 
     def read(self) -> Tensor:
-        """(images, width), a view of the file."""
+        """Return all rows (images, width), mapped from the file."""
         size = self.size // 2
         path, dtype = str(self.folder / "features.bin"), DTYPES[self.precision]
         return torch.from_file(path, shared=False, size=size, dtype=dtype).view(-1, self.width)
 
     def missing(self, chunks: Iterable[int]) -> list[int]:
-        """Those of the chunks that are not there, are damaged, or whose pictures have changed."""
+        """Return those of the chunks that are absent or damaged, or whose image files have changed."""
         data = memoryview(_bytes(self.read()))
         sums = (self.folder / "sums.bin").read_bytes()
         return [
@@ -106,7 +101,7 @@ class FeatureStore:
         ]
 
     def write(self, chunk: int, features: Tensor) -> None:
-        """Puts a chunk's rows (n, ...) there; only then its checksum."""
+        """Write a chunk's rows (n, ...), then its checksum."""
         rows = features.reshape(len(features), self.width).cpu().to(DTYPES[self.precision])
         data, span = bytes(_bytes(rows.contiguous())), self._span(chunk)
         try:
@@ -114,8 +109,8 @@ class FeatureStore:
             _write_at(self.folder / "sums.bin", chunk * SUM, self._sum(chunk, data))
         except OSError as error:
             raise DataError(
-                f"cannot write to the feature cache {self.folder}: {error.strerror or error}. What is there "
-                "stays; the same command goes on from it. Another place: --cache, or $SIGCAM_CACHE."
+                f"cannot write to the feature cache {self.folder}: {error.strerror or error}. The same "
+                "command goes on from it. Choose another place with --cache, or $SIGCAM_CACHE."
             ) from error
 
     def _span(self, chunk: int) -> slice:
@@ -133,8 +128,11 @@ class FeatureStore:
 def find_store(
     root: Path, samples: Samples, shape: tuple[int, ...], precision: Precision, facts: dict[str, Any]
 ) -> FeatureStore:
-    """The store for these samples and facts, which may not be there yet; `facts` is all that shapes features
-    besides the pictures."""
+    """Return the store for these samples, which may not exist yet.
+
+    Args:
+        facts: everything besides the images that the features depend on.
+    """
     facts = {
         **facts,
         "shape": list(shape),
@@ -149,13 +147,13 @@ def find_store(
 
 
 def check_space(root: Path, needed: int) -> None:
-    """DataError if `needed` bytes do not fit on the disk of the cache."""
+    """Raise DataError if `needed` bytes do not fit on the disk of the cache."""
     place = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free
     if needed + SPARE > free:
         raise DataError(
             f"the feature cache needs {_size(needed)}, and {root} has {_size(max(free - SPARE, 0))} left: "
-            "free some (`sigcam cache clear`), choose another place with --cache, or do without: --no-cache."
+            "free some (`sigcam cache clear`), choose another place with --cache, or use --no-cache."
         )
 
 
@@ -166,40 +164,36 @@ class CacheEntry:
     folder: Path
     about: dict[str, Any]
     size: int
-    used: float  # when, in seconds since 1970
+    used: float  # time of the last change, in seconds since 1970
 
 
 def list_caches(root: Path) -> list[CacheEntry]:
-    """What is in the cache folder, the latest used first."""
-    found = list[CacheEntry]()
+    """Return the caches in the folder, the latest used first."""
+    entries = list[CacheEntry]()
     for about in root.glob("*/about.json"):
         folder = about.parent
         if not re.fullmatch("[0-9a-f]{24}", folder.name) or not (folder / "sums.bin").is_file():
-            continue  # somebody else's
+            continue  # not a feature cache
         try:
             files = [file.stat() for file in folder.iterdir()]
             facts = json.loads(about.read_text())
         except (OSError, ValueError):
             facts, files = {}, []
-        found.append(
-            CacheEntry(
-                folder, facts, sum(f.st_size for f in files), max((f.st_mtime for f in files), default=0)
-            )
-        )
-    return sorted(found, key=lambda held: -held.used)
+        used = max((file.st_mtime for file in files), default=0)
+        entries.append(CacheEntry(folder, facts, sum(file.st_size for file in files), used))
+    return sorted(entries, key=lambda entry: -entry.used)
 
 
 def clear_caches(root: Path, names: Iterable[str] = ()) -> list[CacheEntry]:
-    """Removes the caches named, or all; nothing else that may be in the folder."""
-    held, wanted = list_caches(root), list(names)
-    known = {each.folder.name: each for each in held}
-    strange = [name for name in wanted if name not in known]
-    if strange:
-        raise DataError(f"there is no cache {strange[0]} in {root}: see `sigcam cache list`.")
-    gone = [known[name] for name in wanted] or held
-    for each in gone:
-        shutil.rmtree(each.folder)
-    return gone
+    """Delete the named caches, or all; other files in the folder stay. Return what was deleted."""
+    entries = {entry.folder.name: entry for entry in list_caches(root)}
+    names = list(names) or list(entries)
+    for name in names:
+        if name not in entries:
+            raise ConfigError(f"there is no cache {name} in {root}: see `sigcam cache list`.")
+    for name in names:
+        shutil.rmtree(entries[name].folder)
+    return [entries[name] for name in names]
 
 
 # ------------------------------------------------------------------------------------------------- bytes
@@ -210,12 +204,12 @@ def _bytes(rows: Tensor) -> Any:
 
 
 def _stamp(sample: Sample) -> str:
-    """What tells a picture from a later one of that name."""
+    """Return a string that changes when the image file does."""
     return f"{sample.id}\0{file_stamp(sample.path) if sample.path else ''}"
 
 
-def _reserve(path: Path, size: int) -> None:
-    """Makes the file that long, and takes the space now rather than fail half-way."""
+def _allocate(path: Path, size: int) -> None:
+    """Give the file its size, and take the space on disk now rather than run out of it later."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         if os.fstat(handle).st_size != size:

@@ -1,29 +1,27 @@
-"""Training a softmax classifier to attach to: a linear probe on a frozen backbone."""
+"""train_probe: train the last layer of a classifier on a frozen backbone."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from sigcam.core.config import TrainConfig
 from sigcam.core.errors import DataError, ModelError
 from sigcam.core.types import Progress
-from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples
 from sigcam.models.classifier import Classifier
 from sigcam.network.split import find_split
 from sigcam.network.trace import chunks, eval_mode
-
-log = logging.getLogger("sigcam")
+from sigcam.training.classifier import read_batches
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What training the probe gave: the mean loss of each epoch, accuracy on its own images, files left
-    out."""
+    """Mean loss of each epoch, accuracy on the training images, and (id, reason) of unreadable images."""
 
     losses: tuple[float, ...]
     train_accuracy: float
@@ -42,10 +40,9 @@ def train_probe(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> ProbeResult:
-    """Trains the last layer of the classifier, in place, with softmax cross-entropy on features computed
-    once.
+    """Train the classifier's last layer, in place, with softmax cross-entropy on features computed once.
 
-    The layer starts as PyTorch starts any linear layer and is trained with Adam, as most heads are.
+    The layer starts from PyTorch's default initialisation and is trained with Adam.
     """
     model = classifier.model
     split, _ = find_split(model, seed=seed)
@@ -57,65 +54,89 @@ def train_probe(
         raise ModelError(
             f"the last layer of {classifier.name} is no linear layer with {len(samples.classes)} outputs."
         )
-    features, labels, skipped = _features(classifier, layer, samples, batch_size, workers, progress)
-    with torch.random.fork_rng([]), torch.enable_grad():
+    config, skipped = TrainConfig(batch_size=batch_size, workers=workers), dict[str, str]()
+    features, labels = _layer_inputs(classifier, layer, samples, config, skipped, progress)
+    with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         probe = nn.Linear(features.shape[1], len(weight), bias=bias is not None)
         optimizer = torch.optim.Adam(probe.parameters(), lr=lr)
-        losses = []
-        for epoch in range(epochs):
-            total = 0.0
-            for chosen in torch.randperm(len(features)).split(batch_size):
-                loss = F.cross_entropy(probe(features[chosen]), labels[chosen])
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                total += float(loss.detach()) * len(chosen)
-            losses.append(total / len(features))
-            if progress:
-                progress("training", epoch + 1, epochs)
+        losses = train_on_features(
+            probe, features, labels, optimizer, epochs=epochs, batch_size=batch_size, progress=progress
+        )
     with torch.no_grad():
         accuracy = float((probe(features).argmax(1) == labels).float().mean())
         weight.copy_(probe.weight.reshape(weight.shape))
         if isinstance(bias, Tensor):
             bias.copy_(probe.bias)
-    return ProbeResult(tuple(losses), accuracy, len(labels), tuple(skipped))
+    return ProbeResult(tuple(losses), accuracy, len(labels), tuple(skipped.items()))
+
+
+def train_on_features(
+    module: nn.Module,
+    features: Tensor,
+    labels: Tensor,
+    optimizer: torch.optim.Optimizer,
+    *,
+    epochs: int,
+    batch_size: int,
+    scheduler: LRScheduler | None = None,
+    progress: Progress | None = None,
+) -> list[float]:
+    """Train a module on (n, ...) features with softmax cross-entropy; return the mean loss of each epoch.
+
+    Args:
+        scheduler: stepped after every batch.
+        progress: called after every batch.
+    """
+    device = next(module.parameters()).device
+    done, total, losses = 0, epochs * -(-len(features) // batch_size), list[float]()
+    with torch.enable_grad():
+        for _ in range(epochs):
+            summed = 0.0
+            for chosen in torch.randperm(len(features)).split(batch_size):
+                logits = module(features[chosen].to(device).float())
+                loss = F.cross_entropy(logits, labels[chosen].to(device))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                if scheduler:
+                    scheduler.step()
+                summed += float(loss.detach()) * len(chosen)
+                done += 1
+                if progress:
+                    progress("training", done, total)
+            losses.append(summed / len(features))
+    return losses
 
 
 @torch.no_grad()
-def _features(
+def _layer_inputs(
     classifier: Classifier,
     layer: nn.Module,
     samples: Samples,
-    batch_size: int,
-    workers: int,
+    config: TrainConfig,
+    skipped: dict[str, str],
     progress: Progress | None,
-) -> tuple[Tensor, Tensor, list[tuple[str, str]]]:
-    """What enters the last layer, (images, N), with labels (images,)."""
+) -> tuple[Tensor, Tensor]:
+    """Return what enters the layer (images, N), and labels (images,)."""
     device = next(classifier.model.parameters()).device
-    rows, labels, skipped = list[Tensor](), list[Tensor](), list[tuple[str, str]]()
+    rows, parts = list[Tensor](), list[Tensor]()
 
     def keep(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         entered = args[0].float().cpu()
         rows.append(entered.mean((2, 3)) if entered.ndim == 4 else entered)
 
-    done = 0
-    for batch in load_batches(samples, classifier.transform, batch_size=batch_size, workers=workers):
-        skipped += batch.skipped
-        if batch.labels is None:
-            raise DataError("training a classifier needs labelled samples.")
-        if len(batch.images):
-            with eval_mode(classifier.model) as handles:
-                handles.append(layer.register_forward_pre_hook(keep))
-                for images in chunks(batch.images.to(device)):
-                    classifier.model(images)
-            labels.append(batch.labels)
-        done += len(batch.indices) + len(batch.skipped)
+    def report(done: int) -> None:
         if progress:
             progress("features", done, len(samples))
-    if not labels:
-        raise DataError(f"none of the {len(samples)} pictures could be read; the first: {skipped[0][1]}")
-    joined = torch.cat(labels)
+
+    for images, labels in read_batches(samples, classifier.transform, config, device, skipped, report):
+        with eval_mode(classifier.model) as handles:
+            handles.append(layer.register_forward_pre_hook(keep))
+            for part in chunks(images.to(device)):
+                classifier.model(part)
+        parts.append(labels)
+    joined = torch.cat(parts)
     if len(joined.unique()) < 2:
         raise DataError(f"all {len(joined)} images show one class: a classifier learns from at least two.")
-    return torch.cat(rows), joined, skipped
+    return torch.cat(rows), joined

@@ -1,14 +1,14 @@
 """solve: class-balanced logistic regression with an L2 penalty, for all classes at once (Eq. 12).
 
-Each class is a convex problem of its own on the same features, so that truncated Newton steps for many
-classes are a few matrix products. Directions come from conjugate gradients in float32, preconditioned by the
-features' covariance; losses and gradients are float64, and those decide when a class is done. The answer
-therefore depends on the data alone: not on batches, processes or a learning rate.
+The classes are independent convex problems on the same features, so a truncated Newton step for many classes
+takes a few matrix products. Directions come from conjugate gradients in float32, preconditioned by the
+features' covariance. Losses and gradients are float64 and decide when a class has converged, so the solution
+depends on the data alone, not on batches, processes or a learning rate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,22 +19,22 @@ from torch import Tensor
 from sigcam.core.distributed import all_gather, all_reduce_sum, broadcast_first
 from sigcam.core.errors import DataError
 
-SOLVER_TOLERANCE = 1e-6  # of weights: the gradient's norm is at most 2 l2 times this
-STEPS, DIRECTIONS = 100, 40  # Newton steps; conjugate gradients per step
-WIDEST = 4096  # channels up to which the covariance is decomposed; above, its diagonal has to do
-BIAS_PENALTY = 1e-8  # gives a class without any image a minimum
+SOLVER_TOLERANCE = 1e-6  # error of the weights: the gradient's norm is at most 2 l2 times this
+STEPS, DIRECTIONS = 100, 40  # Newton steps; conjugate gradient steps for each
+WIDEST = 4096  # most channels for which the full covariance is used; beyond, its diagonal
+BIAS_PENALTY = 1e-8  # a class without images has a minimum too
 ROWS_PER_CHUNK = 8192  # rows converted at a time
-MEMORY = 2**31  # bytes for what is kept per image and class; more classes are solved one block after another
+MEMORY = 2**31  # bytes for arrays of images x classes; more classes are solved block by block
 
 
 @dataclass(frozen=True)
 class Rows:
-    """This process's images.
+    """Labelled features of this process.
 
     Args:
         features: (n, N), in the precision of the cache.
         labels: (n,) class indices, -1 for an image that shows none; or (n, C) zeros and ones.
-        weights: (n,) how much each image counts.
+        weights: (n,) weight of each image in the loss.
     """
 
     features: Tensor
@@ -45,20 +45,20 @@ class Rows:
         return len(self.features)
 
     def targets(self, classes: Tensor) -> Tensor:
-        """(n, K) zeros and ones for some classes."""
+        """Return (n, K) zeros and ones for K classes."""
         classes = classes.to(self.labels.device)
         if self.labels.ndim == 2:
             return self.labels[:, classes].to(torch.uint8)
         return (self.labels[:, None] == classes).to(torch.uint8)
 
-    def some(self, chosen: Tensor) -> Rows:
-        """The chosen ones, by a mask (n,)."""
+    def select(self, chosen: Tensor) -> Rows:
+        """Return some of the rows, by a mask or by indices."""
         return Rows(self.features[chosen], self.labels[chosen], self.weights[chosen])
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Mean (N,) of the features, and the principal axes (N, N) and variances (N,) of what is left."""
+    """Mean (N,) of the features; principal axes (N, N) and variances (N,) of the centred features."""
 
     mean: Tensor
     axes: Tensor | None
@@ -67,11 +67,11 @@ class Axes:
 
 @dataclass(frozen=True)
 class Solution:
-    """The minimum: weight (C, N), bias (C,), both float64.
+    """The minimum: weight (C, N) and bias (C,), both float64.
 
     Args:
-        losses: mean over classes of the loss with its penalty, before each Newton step and after the last.
-        gradient: the largest norm of a class's gradient that is left.
+        losses: mean over classes of loss plus penalty, before each Newton step and after the last.
+        gradient: largest norm of a class's gradient at the solution.
     """
 
     weight: Tensor
@@ -79,15 +79,20 @@ class Solution:
     losses: tuple[float, ...]
     gradient: float
 
+    def logits(self, features: Tensor) -> Tensor:
+        """Return the logits (n, C) of features (n, N)."""
+        return features.double() @ self.weight.T + self.bias
+
 
 def find_axes(rows: Rows, *, intercept: bool = True) -> Axes:
-    """The features' mean and covariance over all processes, the latter decomposed once for every penalty.
+    """Return the mean and the principal axes of the features of all processes, for `solve` at any penalty.
 
-    Without an intercept, the mean stays where it is."""
+    Without an intercept the mean is zero: the features are not centred.
+    """
     width = rows.features.shape[1]
     device = rows.features.device
     sums = torch.zeros(width + 1, dtype=torch.float64, device=device)
-    for at in _parts(rows):
+    for at in _row_slices(rows):
         weights = rows.weights[at].double()
         sums[:-1] += weights @ rows.features[at].double()
         sums[-1] += weights.sum()
@@ -96,7 +101,7 @@ def find_axes(rows: Rows, *, intercept: bool = True) -> Axes:
     mean = sums[:-1] / total if intercept else torch.zeros_like(sums[:-1])
     full = width <= WIDEST
     spread = torch.zeros((width, width) if full else (width,), dtype=torch.float64, device=device)
-    for at in _parts(rows):
+    for at in _row_slices(rows):
         centred = rows.features[at].double() - mean
         weighted = centred * rows.weights[at].double()[:, None]
         spread += centred.T @ weighted if full else (centred * weighted).sum(0)
@@ -120,41 +125,40 @@ def solve(
     tolerance: float = SOLVER_TOLERANCE,
     progress: Callable[[int, int], None] | None = None,
 ) -> Solution:
-    """The minimum over w, b of, for each class, the mean over images of its weighted binary cross-entropy
-    plus l2 |w - prior|^2.
+    """Minimise over w, b, for each class, the weighted mean binary cross-entropy plus l2 |w - prior|^2.
 
     Args:
         pos_weight: (C,) weight of a positive label.
-        prior: (C, N) weights to shrink to; zero by default.
-        intercept: False leaves b at zero; `axes` must then be found without one.
-        start: where to begin, such as the solution for a stronger penalty.
-        tolerance: how far a weight may be from the minimum.
+        prior: (C, N) weights to shrink towards; zero by default.
+        intercept: False keeps b at zero; `axes` must then be without an intercept too.
+        start: where to start, such as the solution for a stronger penalty.
+        tolerance: distance of the weights from the minimum at which to stop.
         progress: called with (classes done, C).
     """
     most = max(all_gather(len(rows)))
     block = max(1, min(classes, MEMORY // max(1, most * 24)))
-    found = list[Solution]()
+    parts = list[Solution]()
     for ids in torch.arange(classes, device=rows.features.device).split(block):
         begin = _centred(start, axes, ids)
-        found.append(
+        parts.append(
             _solve_block(rows, axes, ids, l2, pos_weight, prior, begin, intercept, 2 * l2 * tolerance)
         )
         if progress:
             progress(int(ids[-1]) + 1, classes)
-    length = max(len(part.losses) for part in found)
-    curves = [[*part.losses, *[part.losses[-1]] * (length - len(part.losses))] for part in found]
-    shares = [len(part.bias) / classes for part in found]
+    length = max(len(part.losses) for part in parts)
+    curves = [[*part.losses, *[part.losses[-1]] * (length - len(part.losses))] for part in parts]
+    shares = [len(part.bias) / classes for part in parts]
     losses = tuple(sum(s * curve[i] for s, curve in zip(shares, curves, strict=True)) for i in range(length))
-    weight = torch.cat([part.weight for part in found])
-    return Solution(weight, torch.cat([p.bias for p in found]), losses, max(p.gradient for p in found))
+    weight, bias = (torch.cat([getattr(part, name) for part in parts]) for name in ("weight", "bias"))
+    return Solution(weight, bias, losses, max(part.gradient for part in parts))
 
 
-def _parts(rows: Rows) -> Iterator[slice]:
+def _row_slices(rows: Rows) -> Iterator[slice]:
     return (slice(i, i + ROWS_PER_CHUNK) for i in range(0, len(rows), ROWS_PER_CHUNK))
 
 
 def _centred(start: Solution | None, axes: Axes, ids: Tensor) -> Tensor | None:
-    """(K, N + 1) weights and biases for features with their mean taken off."""
+    """Return weights and biases (K, N + 1) of the classes `ids` for centred features."""
     if start is None:
         return None
     weight = start.weight[ids]
@@ -175,6 +179,7 @@ def _solve_block(
     intercept: bool,
     tolerance: float,
 ) -> Solution:
+    """Minimise by Newton's method for the classes `ids`; converged classes drop out."""
     width, device = rows.features.shape[1], rows.features.device
     centre = torch.zeros(len(ids), width + 1, dtype=torch.float64, device=device)
     if prior is not None:
@@ -188,22 +193,23 @@ def _solve_block(
     scale = scale / all_reduce_sum(scale.sum())
     z = design.logits(v)  # (n, K) float64
     losses = list[float]()
-    left = torch.arange(len(ids), device=device)  # classes that are not at their minimum yet
+    left = torch.arange(len(ids), device=device)  # classes that have not converged
     value, norms = torch.zeros_like(pos), torch.zeros_like(pos)
     for _ in range(STEPS):
-        here = _Here(z[:, left], targets[:, left], pos[left], scale, v[left] - centre[left], penalty)
-        value[left] = here.value()
+        offset = v[left] - centre[left]
+        objective = _Objective(z[:, left], targets[:, left], pos[left], scale, offset, penalty)
+        value[left] = objective.value()
         losses.append(float(value.mean()))
-        slope, bend = here.derivatives()
-        gradient = all_reduce_sum(design.back(slope)) + 2 * penalty * here.off
+        slope, second = objective.derivatives()
+        gradient = all_reduce_sum(design.transposed(slope)) + 2 * penalty * objective.offset
         norms[left] = gradient.norm(dim=1)
         going = norms[left] > tolerance
         if not bool(going.any()):
             break
-        left, here, gradient = left[going], here.some(going), gradient[going]
-        step = _direction(design, gradient, bend[:, going], penalty)
+        left, objective, gradient = left[going], objective.select(going), gradient[going]
+        step = _direction(design, gradient, second[:, going], penalty)
         change = design.logits(step)
-        length = _line_search(here, step, change, value[left], (gradient * step).sum(1))
+        length = _line_search(objective, step, change, value[left], (gradient * step).sum(1))
         v[left] += length[:, None] * step
         z[:, left] += length * change
     else:
@@ -214,30 +220,30 @@ def _solve_block(
 
 
 class _Design:
-    """Products with the features, their mean taken off and a column of ones added."""
+    """Matrix products with the design matrix: the centred features and a column of ones."""
 
     def __init__(self, rows: Rows, axes: Axes) -> None:
         self.rows, self.axes = rows, axes
         small = rows.features.numel() * 4 <= MEMORY // 4
-        self.kept = [self._made(at) for at in _parts(rows)] if small else None
+        self.cached = [self._centred(at) for at in _row_slices(rows)] if small else None
 
-    def _made(self, at: slice) -> Tensor:
+    def _centred(self, at: slice) -> Tensor:
         return (self.rows.features[at].double() - self.axes.mean).float()
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """(which rows, their features in float32)."""
-        for i, at in enumerate(_parts(self.rows)):
-            yield at, self.kept[i] if self.kept is not None else self._made(at)
+        """Yield slices of rows with their centred features in float32."""
+        for i, at in enumerate(_row_slices(self.rows)):
+            yield at, self.cached[i] if self.cached is not None else self._centred(at)
 
     def logits(self, v: Tensor) -> Tensor:
-        """(n, K) in the precision of v (K, N + 1)."""
+        """Return the logits (n, K) of weights and biases v (K, N + 1), in the precision of v."""
         out = v.new_empty(len(self.rows), len(v))
         for at, part in self.parts():
             out[at] = part.to(v.dtype) @ v[:, :-1].T + v[:, -1]
         return out
 
-    def back(self, slopes: Tensor) -> Tensor:
-        """(K, N + 1) from (n, K), in its precision; of this process alone."""
+    def transposed(self, slopes: Tensor) -> Tensor:
+        """Return the transposed product (K, N + 1) with slopes (n, K), over this process's rows only."""
         out = slopes.new_zeros(slopes.shape[1], self.rows.features.shape[1] + 1)
         for at, part in self.parts():
             out[:, :-1] += slopes[at].T @ part.to(slopes.dtype)
@@ -245,64 +251,67 @@ class _Design:
         return out
 
 
-class _Here(NamedTuple):
-    """Where some classes stand: logits and targets (n, K), weights of positives (K,) and of images (n, 1),
-    and weights less what they are drawn to (K, N + 1)."""
+class _Objective(NamedTuple):
+    """Loss and penalty of K classes at a point.
+
+    z and y are logits and targets (n, K), pos the weights of positives (K,), scale those of images (n, 1),
+    offset the weights less the prior (K, N + 1).
+    """
 
     z: Tensor
     y: Tensor
     pos: Tensor
     scale: Tensor
-    off: Tensor
+    offset: Tensor
     penalty: Tensor
 
     def value(self) -> Tensor:
-        """(K,) loss and penalty, over all processes."""
+        """Return loss plus penalty (K,), over all processes."""
         yes = self.y.bool()
         weight = torch.where(yes, self.pos, 1.0) * self.scale
         loss = (weight * F.softplus(torch.where(yes, -self.z, self.z))).sum(0)
-        return all_reduce_sum(loss) + (self.penalty * self.off**2).sum(1)
+        return all_reduce_sum(loss) + (self.penalty * self.offset**2).sum(1)
 
     def derivatives(self) -> tuple[Tensor, Tensor]:
-        """First, and in float32 second, derivatives (n, K) of the loss by the logits."""
+        """Return first derivatives, and in float32 second, (n, K) of the loss with respect to the logits."""
         weight, p = torch.where(self.y.bool(), self.pos, 1.0) * self.scale, self.z.sigmoid()
         return weight * (p - self.y), (weight * p * (1 - p)).float()
 
-    def some(self, chosen: Tensor) -> _Here:
-        """The same for some of the classes."""
+    def select(self, chosen: Tensor) -> _Objective:
+        """Return the objective of some of the classes."""
         columns = (self.z[:, chosen], self.y[:, chosen], self.pos[chosen])
-        return _Here(*columns, self.scale, self.off[chosen], self.penalty)
+        return _Objective(*columns, self.scale, self.offset[chosen], self.penalty)
 
 
-def _line_search(here: _Here, step: Tensor, change: Tensor, now: Tensor, slope: Tensor) -> Tensor:
-    """For each class, the longest of the steps 1, 1/2, 1/4, ... that goes down far enough (Armijo)."""
+def _line_search(objective: _Objective, step: Tensor, change: Tensor, now: Tensor, slope: Tensor) -> Tensor:
+    """Return for each class the longest step of 1, 1/2, 1/4, ... that decreases the loss enough (Armijo)."""
     length = torch.ones_like(now)
     for _ in range(30):
-        there = here._replace(z=here.z + length * change, off=here.off + length[:, None] * step)
-        good = there.value() <= now + 1e-4 * length * slope + 1e-14 * now.abs()  # the last: rounding
+        offset = objective.offset + length[:, None] * step
+        trial = objective._replace(z=objective.z + length * change, offset=offset)
+        good = trial.value() <= now + 1e-4 * length * slope + 1e-14 * now.abs()  # last term: rounding
         if bool(good.all()):
             break
         length = torch.where(good, length, length / 2)
     return length
 
 
-def _direction(design: _Design, gradient: Tensor, bend: Tensor, penalty: Tensor) -> Tensor:
-    """-H^-1 gradient (K, N + 1), as exactly as the gradient is small: conjugate gradients, each class its
-    own."""
-    axes, curvature = design.axes, all_reduce_sum(bend.sum(0))  # (K,)
-    soft = 2 * penalty.float()
-    total = curvature[:, None] * axes.variances.float() + soft[:-1]
-    turn = None if axes.axes is None else axes.axes.float()
+def _direction(design: _Design, gradient: Tensor, second: Tensor, penalty: Tensor) -> Tensor:
+    """Return -H^-1 gradient (K, N + 1) by conjugate gradients per class, more exact for smaller gradients."""
+    axes, curvature = design.axes, all_reduce_sum(second.sum(0))  # (K,)
+    ridge = 2 * penalty.float()
+    diagonal = curvature[:, None] * axes.variances.float() + ridge[:-1]
+    basis = None if axes.axes is None else axes.axes.float()
 
     def preconditioned(r: Tensor) -> Tensor:
-        body = r[:, :-1] / total if turn is None else ((r[:, :-1] @ turn) / total) @ turn.T
-        return torch.cat([body, r[:, -1:] / (curvature[:, None] + soft[-1])], 1)
+        body = r[:, :-1] / diagonal if basis is None else ((r[:, :-1] @ basis) / diagonal) @ basis.T
+        return torch.cat([body, r[:, -1:] / (curvature[:, None] + ridge[-1])], 1)
 
     def product(d: Tensor) -> Tensor:
-        return all_reduce_sum(design.back(bend * design.logits(d))) + soft * d
+        return all_reduce_sum(design.transposed(second * design.logits(d))) + ridge * d
 
     size = gradient.norm(dim=1, keepdim=True).clamp(min=1e-300)
-    r = -(gradient / size).float()  # float32 has no room for gradients of 1e-10
+    r = -(gradient / size).float()  # gradients of 1e-10 underflow in float32
     goal = size[:, 0].sqrt().clamp(1e-3, 0.1).float()
     x, z = torch.zeros_like(r), preconditioned(r)
     d, rz = z.clone(), (r * z).sum(1)
@@ -315,19 +324,5 @@ def _direction(design: _Design, gradient: Tensor, bend: Tensor, penalty: Tensor)
         z = preconditioned(r)
         before, rz = rz, (r * z).sum(1)
         d = z + (rz / before.clamp(min=1e-30))[:, None] * d
-    found: Tensor = x.double() * size
-    return found
-
-
-def chosen_penalty(scores: Sequence[tuple[float, Tensor]]) -> tuple[float, float]:
-    """(l2, standard error) of the strongest penalty whose mean score is within one standard error, over
-    classes, of the best; from (l2, (C,) scores), NaN for classes that could not be scored."""
-    means = {
-        l2: float(each.nan_to_num(0.0).mean() if each.isnan().all() else each.nanmean())
-        for l2, each in scores
-    }
-    best = max(means, key=lambda l2: (means[l2], l2))
-    known = next(each for l2, each in scores if l2 == best)
-    known = known[~known.isnan()]
-    error = float(known.std() / len(known) ** 0.5) if len(known) > 1 else 0.0
-    return max(l2 for l2, mean in means.items() if mean >= means[best] - error), error
+    direction: Tensor = x.double() * size
+    return direction

@@ -1,0 +1,161 @@
+"""Read samples and compute their features chunk by chunk, in memory or in the cache on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sigcam.core.config import FitConfig
+from sigcam.core.distributed import all_gather, barrier, local_batches, rank, world_size
+from sigcam.core.errors import DataError
+from sigcam.core.types import Progress, Skipped
+from sigcam.data.loader import load_batches
+from sigcam.data.sample import Sample, Samples
+from sigcam.models.preprocess import Preprocess, Transform
+from sigcam.models.state_dict import fingerprint
+from sigcam.training.feature_cache import DTYPES, IMAGES_PER_CHUNK, FeatureStore, check_space, find_store
+from sigcam.training.head_inputs import HeadInputs
+
+log = logging.getLogger("sigcam")
+
+
+class MemoryStore:
+    """A `FeatureStore` without a disk."""
+
+    def __init__(self, images: int, shape: tuple[int, ...], config: FitConfig) -> None:
+        self.features = torch.empty(images, torch.Size(shape).numel(), dtype=DTYPES[config.precision])
+
+    def missing(self, chunks: Iterable[int]) -> list[int]:
+        return list(chunks)
+
+    def write(self, chunk: int, rows: Tensor) -> None:
+        self.features[chunk * IMAGES_PER_CHUNK :][: len(rows)] = rows.flatten(1)
+
+    def read(self) -> Tensor:
+        return self.features
+
+
+@dataclass(frozen=True)
+class FeatureReader:
+    """Computes the features of samples. Of n processes, each computes and reads every n-th chunk."""
+
+    inputs: HeadInputs
+    samples: Samples
+    config: FitConfig
+    transform: Transform
+    stage: str
+    progress: Progress | None
+
+    def read(self, cache: Path | None) -> tuple[tuple[Tensor, ...], Tensor, tuple[Skipped, ...]]:
+        """Return one (n, ...) tensor per view and the (n,) positions of this process's readable images, and
+        the unreadable images of all processes. Chunks that are not in the cache are computed."""
+        stores = self._open_stores(cache)
+        chunks = list(local_batches(-(-len(self.samples) // IMAGES_PER_CHUNK)))
+        missing = [set(store.missing(chunks)) | self._readable_again(store, chunks) for store in stores]
+        skipped = self._compute_missing(stores, chunks, missing)
+        index = torch.tensor([i for chunk in chunks for i in self._rows(chunk)], dtype=torch.int64)
+        views = [store.read() if world_size() == 1 else store.read()[index] for store in stores]
+        unread = torch.stack([view[:, 0].isnan() for view in views]).any(0)
+        if bool(unread.any()):
+            for i in index[unread].tolist():
+                sample = self.samples[i]
+                if sample.id not in skipped:
+                    skipped[sample.id] = _read_error(sample) or f"{sample.id} cannot always be read."
+            index, views = index[~unread], [view[~unread] for view in views]
+        by_all = {name: reason for part in all_gather(skipped) for name, reason in part.items()}
+        in_order = tuple((s.id, by_all[s.id]) for s in self.samples if s.id in by_all) if by_all else ()
+        return tuple(view.view(-1, *self.inputs.shape) for view in views), index, in_order
+
+    def _rows(self, chunk: int) -> range:
+        return range(chunk * IMAGES_PER_CHUNK, min((chunk + 1) * IMAGES_PER_CHUNK, len(self.samples)))
+
+    def _readable_again(self, store: FeatureStore | MemoryStore, chunks: list[int]) -> set[int]:
+        """Return the chunks with an image that was unreadable when they were computed, and no longer is."""
+        local, again = set(chunks), set[int]()
+        if isinstance(store, FeatureStore):
+            for i in store.read()[:, 0].isnan().nonzero()[:, 0].tolist():
+                chunk = i // IMAGES_PER_CHUNK
+                if chunk in local - again and _read_error(self.samples[i]) is None:
+                    again.add(chunk)
+        return again
+
+    def _compute_missing(
+        self, stores: Sequence[FeatureStore | MemoryStore], chunks: list[int], missing: list[set[int]]
+    ) -> dict[str, str]:
+        """Compute the chunks that a store misses; return why which image could not be read."""
+        samples, config = self.samples, self.config
+        todo = sorted(set[int]().union(*missing))
+        total = sum(len(self._rows(chunk)) for chunk in chunks)
+        done = total - sum(len(self._rows(chunk)) for chunk in todo)
+        if self.progress and done:
+            self.progress(self.stage, done, total)
+        batches = load_batches(
+            Samples(tuple(samples[i] for chunk in todo for i in self._rows(chunk)), samples.classes),
+            self.transform,
+            batch_size=IMAGES_PER_CHUNK,
+            workers=config.workers,
+            spawn=self.inputs.net.device.type == "cuda",
+        )
+        skipped = dict[str, str]()
+        for number, (chunk, batch) in enumerate(zip(todo, batches, strict=True)):
+            rows = self._rows(chunk)
+            who = f"images {samples[rows[0]].id} to {samples[rows[-1]].id}"
+            readable = torch.tensor(batch.indices, dtype=torch.int64) - number * IMAGES_PER_CHUNK
+            skipped.update(batch.skipped)
+            for view, store in enumerate(stores):
+                if chunk in missing[view]:
+                    size, dtype = (len(rows), *self.inputs.shape), DTYPES[config.precision]
+                    features = torch.full(size, torch.nan, dtype=dtype)  # NaN marks unreadable images
+                    if len(readable):
+                        images = batch.images.flip(-1) if view else batch.images
+                        features[readable] = self.inputs.compute(images, config, who)
+                    store.write(chunk, features)
+            done += len(rows)
+            if self.progress:
+                self.progress(self.stage, done, total)
+        return skipped
+
+    def _open_stores(self, cache: Path | None) -> Sequence[FeatureStore | MemoryStore]:
+        """Return a store per view; on disk if samples and transform have names that find them again."""
+        net, config, views = self.inputs.fast_net, self.config, range(self.config.views)
+        have_paths = all(sample.path is not None for sample in self.samples)
+        if cache is None or not have_paths or not isinstance(self.transform, Preprocess):
+            if cache is not None and have_paths:
+                log.warning("features stay in memory: a transform of your own has no name to find them by.")
+            return [MemoryStore(len(self.samples), self.inputs.shape, config) for _ in views]
+        facts = {
+            "model": type(net.model).__name__,
+            "graph": hashlib.blake2b(repr(net.original).encode(), digest_size=8).hexdigest(),
+            "weights": fingerprint(net.original),
+            "layer": net.split.layer,
+            "heads": list(net.split.heads),
+            "transform": str(self.transform),
+            "autocast": config.autocast,
+            "optimized": net.model is not net.original,
+        }
+        stores = [
+            find_store(cache, self.samples, self.inputs.shape, config.precision, {**facts, "view": view})
+            for view in views
+        ]
+        if rank() == 0:
+            check_space(cache, sum(store.size for store in stores if not store.is_allocated()))
+        barrier()
+        for store in stores:
+            store.create()
+        barrier()
+        return stores
+
+
+def _read_error(sample: Sample) -> str | None:
+    """Return why an image cannot be read; None if it can."""
+    try:
+        sample.open()
+    except (DataError, OSError) as error:
+        return str(error)
+    return None

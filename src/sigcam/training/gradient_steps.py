@@ -1,0 +1,260 @@
+"""Recipes that train the head by gradient steps: over cached features, or over fresh ones as in the paper."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from sigcam.core.checkpoint import Checkpoint
+from sigcam.core.config import FitConfig
+from sigcam.core.distributed import single_process, world_size
+from sigcam.core.errors import ConfigError, DataError
+from sigcam.core.files import hash_of
+from sigcam.core.types import Progress
+from sigcam.data.fingerprint import data_fingerprint, files_fingerprint
+from sigcam.data.loader import load_batches
+from sigcam.data.sample import Samples
+from sigcam.metrics.classification import quality_of
+from sigcam.models.preprocess import Transform
+from sigcam.models.state_dict import fingerprint
+from sigcam.network.dual import DualBranch
+from sigcam.network.trace import chunks
+from sigcam.training.augmentation import augmented, transform_name
+from sigcam.training.features import TrainingData, batches_of, check_batch, length_of, preprocessing
+from sigcam.training.loss import as_targets, balanced_bce
+from sigcam.training.training_set import TrainedHead, TrainingSet
+
+PAPER_EPOCHS, CACHED_EPOCHS, PATIENCE_EPOCHS = 10, 30, 5
+DEFAULT_LR = 1e-3
+
+
+class HeadTrainer:
+    """Trains a copy of the branch's head; the branch itself stays as it is."""
+
+    def __init__(self, net: DualBranch, pos_weight: Tensor, config: FitConfig, l2: float = 0.0) -> None:
+        self.net, self.l2, self.lr = net, l2, config.lr or DEFAULT_LR
+        self.head = copy.deepcopy(net.sigmoid).train()
+        if next(self.head.parameters()).dtype in (torch.float16, torch.bfloat16):
+            self.head.float()  # small steps vanish in half precision
+        self.parameters = [p for p in self.head.parameters() if p.requires_grad]
+        self.dtype = self.parameters[0].dtype
+        self.pos_weight = pos_weight.to(net.device, self.dtype)
+        if config.recipe == "paper-code":
+            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
+                self.parameters, self.lr, momentum=0.9, nesterov=True, weight_decay=config.weight_decay
+            )
+        else:
+            self.optimizer = torch.optim.Adam(self.parameters, self.lr)
+
+    def step(self, pooled: Tensor, targets: Tensor, weights: Tensor | None = None) -> float:
+        """Take one gradient step on the head's inputs; return the loss before it.
+
+        Args:
+            weights: (B,) weight of each image.
+        """
+        device, classes = self.net.device, self.net.classes
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            logits = self.head.from_pooled(pooled.to(device, self.dtype))
+            targets = as_targets(targets, classes).to(device, self.dtype)
+            weight = torch.ones(len(targets), 1) if weights is None else weights[:, None]
+            weight = (weight / weight.sum()).to(device, self.dtype)
+            loss = F.binary_cross_entropy_with_logits(
+                logits, targets, weight, reduction="sum", pos_weight=self.pos_weight
+            )
+            loss = loss / classes  # Eq. 12 with a weight per image
+            squares = sum((p**2).sum() for p in self.parameters if p.ndim > 1 and self.l2)
+            self.optimizer.zero_grad()
+            (loss + self.l2 * squares / classes).backward()
+            self.optimizer.step()
+        return float(loss.detach())
+
+    @torch.no_grad()
+    def logits(self, pooled: Tensor) -> Tensor:
+        """Return the logits of the head's inputs, in eval mode."""
+        self.head.eval()
+        parts = [self.head.from_pooled(part.to(self.net.device, self.dtype)) for part in pooled.split(256)]
+        self.head.train()
+        return torch.cat(parts) if parts else torch.empty(0, self.net.classes)
+
+    def check_finite(self) -> None:
+        """Raise DataError if training diverged."""
+        if not all(bool(torch.isfinite(p).all()) for p in self.parameters):
+            raise DataError(f"training diverged at lr={self.lr:g}: try a smaller one.")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what training goes on from."""
+        return {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self.head.load_state_dict(state["head"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+# ------------------------------------------------------------------------------------------ cached features
+
+
+def train_cached(
+    net: DualBranch, data: TrainingSet, pos_weight: Tensor, config: FitConfig, progress: Progress | None
+) -> TrainedHead:
+    """Train with Adam until the held-out loss stops falling; return the head of the best epoch."""
+    began = time.perf_counter()
+    data, epochs = data.gather(), config.epochs or CACHED_EPOCHS
+    l2 = 0.0 if config.l2 == "auto" else float(config.l2)
+    training, has_held_out = (~data.held_out).nonzero()[:, 0], bool(data.scored.any())
+    trainer, losses = HeadTrainer(net, pos_weight, config, l2), list[float]()
+    best_loss, best_state, since_best = math.inf, copy.deepcopy(trainer.head.state_dict()), 0
+    quality = None
+    with single_process():  # each process has the rows of all
+        for epoch in range(epochs):
+            total = 0.0
+            for chosen in training[torch.randperm(len(training))].split(config.batch_size):
+                rows = data.select(chosen)
+                targets = rows.targets(torch.arange(net.classes))
+                total += trainer.step(rows.features, targets, rows.weights) * len(chosen)
+            losses.append(total / len(training))
+            trainer.check_finite()
+            if has_held_out:
+                logits, targets = data.held_out_logits(trainer.logits, net.classes)
+                loss = float(balanced_bce(logits, targets, pos_weight.cpu()))
+                since_best += 1
+                if loss < best_loss:
+                    best_loss, best_state, since_best = loss, copy.deepcopy(trainer.head.state_dict()), 0
+            stop = since_best >= PATIENCE_EPOCHS
+            if progress:
+                progress("training", epochs if stop else epoch + 1, epochs)
+            if stop:
+                break
+        if has_held_out:
+            trainer.head.load_state_dict(best_state)
+            quality = quality_of(*data.held_out_logits(trainer.logits, net.classes), pos_weight)
+    seconds = {"training": time.perf_counter() - began}
+    return TrainedHead(trainer.head, tuple(losses), l2, quality=quality, seconds=seconds)
+
+
+# ------------------------------------------------------------------------------------------- fresh features
+
+
+def train_fresh(
+    net: DualBranch,
+    data: TrainingData,
+    pos_weight: Tensor,
+    config: FitConfig,
+    transform: Transform | None,
+    cache: Path | None,
+    progress: Progress | None,
+) -> TrainedHead:
+    """Train as the paper does: each epoch runs the backbone on newly augmented images.
+
+    A Dataset or DataLoader is expected to augment its images itself.
+
+    Args:
+        cache: folder for a checkpoint, written after each epoch and removed at the end; only for samples.
+    """
+    if world_size() > 1:
+        raise ConfigError(f"recipe {config.recipe} runs in one process: use recipe fast with torchrun.")
+    began, epochs = time.perf_counter(), config.epochs or PAPER_EPOCHS
+    backbone = net.with_model(_with_batch_statistics(net.model)) if config.batch_norm == "batch" else net
+    trainer, losses, skipped = HeadTrainer(net, pos_weight, config), list[float](), dict[str, str]()
+    checkpoint = _checkpoint(net, data, config, transform, cache)
+    if state := checkpoint.load(map_location=net.device):
+        trainer.load_state_dict(state["trainer"])
+        losses, skipped = state["losses"], state["skipped"]
+    for epoch in range(len(losses), epochs):
+        torch.manual_seed(config.seed * 1000 + epoch)  # a resumed run draws what an uninterrupted one does
+        if config.recipe == "paper-code" and (epoch + 1) % config.decay_every == 0:
+            for group in trainer.optimizer.param_groups:
+                group["lr"] *= 0.1
+        total, count = 0.0, 0
+        for images, labels in _fresh_batches(net, data, config, transform, skipped):
+            total += trainer.step(_pooled(backbone, images, config), labels) * len(images)
+            count += len(images)
+            if progress:
+                progress(f"epoch {epoch + 1}", count, max(length_of(data), count))
+        if not count:
+            reason = next(iter(skipped.values()), "there are none")
+            raise DataError(f"there are no images to fit on: {reason}")
+        trainer.check_finite()
+        losses.append(total / count)
+        checkpoint.save({"trainer": trainer.state_dict(), "losses": losses, "skipped": skipped})
+    checkpoint.remove()
+    return TrainedHead(
+        trainer.head,
+        tuple(losses),
+        l2=0.0,
+        skipped=tuple(skipped.items()),
+        seconds={"training": time.perf_counter() - began},
+    )
+
+
+def _checkpoint(
+    net: DualBranch, data: TrainingData, config: FitConfig, transform: Transform | None, cache: Path | None
+) -> Checkpoint:
+    """Return the checkpoint of this training; without a file if there is no cache, or data without names."""
+    if cache is None or not isinstance(data, Samples):
+        return Checkpoint(None, {})
+    facts = {
+        "config": asdict(config),
+        "backbone": fingerprint(net.original),
+        "branch": fingerprint(net.sigmoid),
+        "labels": data_fingerprint(data),
+        "files": files_fingerprint(data),
+        "preprocessing": transform_name(transform or net.transform),
+    }
+    return Checkpoint(cache / f"recipe-{hash_of(facts)[:24]}.pt", facts)
+
+
+def _fresh_batches(
+    net: DualBranch,
+    data: TrainingData,
+    config: FitConfig,
+    transform: Transform | None,
+    skipped: dict[str, str],
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of one epoch, in random order; unreadable images are added to `skipped`."""
+    if not isinstance(data, Samples):
+        for item in batches_of(data, config, shuffle=True):
+            yield check_batch(item, net.classes)
+        return
+    view = augmented(preprocessing(net, transform))
+    shuffled = Samples(tuple(data[i] for i in torch.randperm(len(data)).tolist()), data.classes)
+    for batch in load_batches(
+        shuffled,
+        view,
+        batch_size=config.batch_size,
+        workers=config.workers,
+        spawn=net.device.type == "cuda",
+        seed=int(torch.randint(2**31, ())),
+    ):
+        skipped.update(batch.skipped)
+        if len(batch.images) and batch.labels is not None:
+            yield batch.images, batch.labels
+
+
+@torch.no_grad()
+def _pooled(net: DualBranch, images: Tensor, config: FitConfig) -> Tensor:
+    """Return the head's inputs in full precision; batch statistics are those of the whole batch."""
+    dtype = next(net.model.parameters()).dtype if images.is_floating_point() else images.dtype
+    images = images.to(net.device, dtype)
+    parts = (images,) if config.batch_norm == "batch" else chunks(images)
+    with torch.autocast(net.device.type, enabled=config.autocast):
+        return torch.cat([net(part).pooled.float() for part in parts])
+
+
+def _with_batch_statistics(model: nn.Module) -> nn.Module:
+    """Return a copy whose BatchNorm layers normalise by the statistics of each batch."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.running_mean = module.running_var = None
+    return model

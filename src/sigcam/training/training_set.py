@@ -1,0 +1,123 @@
+"""TrainingSet: the rows that a head is trained on; TrainedHead: what a recipe returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from sigcam.core.config import FitConfig
+from sigcam.core.distributed import all_gather, world_size
+from sigcam.core.types import Skipped
+from sigcam.metrics.classification import Quality
+from sigcam.network.dual import DualBranch
+from sigcam.network.sigmoid_head import SigmoidHead
+from sigcam.training.features import Features
+from sigcam.training.logistic import Rows
+
+MAX_HELD_OUT = 10_000  # images
+VIEW_OFFSET = 2**40  # more than there are images; keeps the views apart in `TrainingSet.order`
+
+
+@dataclass(frozen=True)
+class TrainingSet(Rows):
+    """Rows of this process: every view of its images, then of the images without any of the classes.
+
+    Args:
+        held_out: (n,) bool, rows of images that quality is measured on.
+        scored: (n,) bool, one row of each held-out image: its plain view.
+        order: (n,) integers that sort the rows of all processes as a single process has them.
+    """
+
+    held_out: Tensor
+    scored: Tensor
+    order: Tensor
+
+    def gather(self) -> TrainingSet:
+        """Return the rows of all processes, in the same order for any number of them."""
+        if world_size() == 1:
+            return self
+        device = self.features.device
+        parts = all_gather([getattr(self, each.name).cpu() for each in fields(self)])
+        columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+        order = columns[-1].argsort()
+        return TrainingSet(*(column[order].to(device) for column in columns))
+
+    def held_out_logits(self, logits: Callable[[Tensor], Tensor], classes: int) -> tuple[Tensor, Tensor]:
+        """Return logits and targets (B, C) of the held-out images of all processes, on the CPU.
+
+        Args:
+            logits: from features to logits.
+        """
+        rows = self.select(self.scored)
+        parts = all_gather((logits(rows.features).double().cpu(), rows.targets(torch.arange(classes)).cpu()))
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+@dataclass(frozen=True)
+class TrainedHead:
+    """A trained copy of the branch's head. The other fields are those of `FitResult`."""
+
+    head: SigmoidHead
+    losses: tuple[float, ...]
+    l2: float
+    search: tuple[tuple[float, float], ...] = ()
+    quality: Quality | None = None
+    gradient: float | None = None
+    skipped: tuple[Skipped, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def make_training_set(
+    net: DualBranch, features: Features, negatives: Features | None, held_out: Tensor, config: FitConfig
+) -> TrainingSet:
+    """Return the rows of this process.
+
+    Args:
+        negatives: images without any of the classes.
+        held_out: positions of the held-out images.
+    """
+    positions, labels = features.positions(), features.labels
+    if net.classes == 1 and labels.ndim == 1:
+        labels = labels[:, None]
+    held = torch.isin(positions, held_out)
+    parts = [
+        (
+            view,
+            labels,
+            torch.full((len(labels),), 1 / len(features.views)),
+            held,
+            held & (number == 0),
+            positions + number * VIEW_OFFSET,
+        )
+        for number, view in enumerate(features.views)
+    ]
+    if negatives is not None:
+        no_class = labels.new_full((len(negatives), *labels.shape[1:]), 0 if labels.ndim == 2 else -1)
+        never = torch.zeros(len(negatives), dtype=torch.bool)
+        weight = torch.full((len(negatives),), config.negatives_weight / len(negatives.views))
+        for number, view in enumerate(negatives.views):
+            order = negatives.positions() + (2 + number) * VIEW_OFFSET
+            parts.append((view, no_class, weight, never, never, order))
+    device = torch.device("cpu") if net.device.type == "mps" else net.device  # mps has no float64
+    columns = zip(*parts, strict=True)
+    return TrainingSet(*((torch.cat(c) if len(c) > 1 else c[0]).to(device) for c in columns))
+
+
+def choose_held_out(labels: Tensor, config: FitConfig) -> Tensor:
+    """Return a mask (B,) of the images to hold out, by their (B,) or (B, C) labels: the same share of every
+    class, at random, leaving at least one image of each to learn from. The same in every process."""
+    count = len(labels)
+    share = min(config.holdout, MAX_HELD_OUT / count)
+    held_out = torch.zeros(count, dtype=torch.bool)
+    if share == 0:
+        return held_out
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(config.seed))
+    if labels.ndim == 2:  # the first of an image's classes; -1 for none
+        labels = torch.where(labels.any(1), labels.to(torch.uint8).argmax(1), -1)
+    by_class = order[labels[order].argsort(stable=True)]
+    for images in by_class.split(labels.unique(return_counts=True)[1].tolist()):
+        held_out[images[: min(max(1, round(share * len(images))), len(images) - 1)]] = True
+    return held_out
