@@ -56,9 +56,9 @@ def test_a_model_that_works_in_place_changes_neither_images_nor_features() -> No
         inside = images()
     for x in (images(), inside):
         features = model.body(images() - 0.1)
-        for passage in (net.run(x), net.run(x, grad=True)):
-            assert torch.equal(passage.features, features)
-            assert torch.equal(passage.softmax, bare(model, images()))
+        for forward_pass in (net.run(x), net.run(x, grad=True)):
+            assert torch.equal(forward_pass.features, features)
+            assert torch.equal(forward_pass.softmax, bare(model, images()))
         explain(net, x)
         assert torch.equal(x, images())
 
@@ -175,12 +175,12 @@ def test_features_are_what_an_in_place_relu_has_read_or_made_not_overwritten(
 ) -> None:
     model = make().eval()
     net = attached(model)
-    passage = net.run(images(), grad=True)
+    forward_pass = net.run(images(), grad=True)
     again = net.run(images())
-    assert torch.equal(passage.features, again.features)
-    assert (passage.features >= 0).all()
-    assert passage.features.std() > 0
-    assert torch.equal(passage.softmax, bare(model, images()))
+    assert torch.equal(forward_pass.features, again.features)
+    assert (forward_pass.features >= 0).all()
+    assert forward_pass.features.std() > 0
+    assert torch.equal(forward_pass.softmax, bare(model, images()))
 
 
 # ---------------------------------------------------------------------------------------------- autocast
@@ -260,9 +260,9 @@ def test_an_explanation_is_freed_without_the_garbage_collector() -> None:
     gc.collect()
     gc.disable()
     try:
-        passage = net.run(images(), grad=True)
-        watched = weakref.ref(passage.cut)
-        del passage
+        forward_pass = net.run(images(), grad=True)
+        watched = weakref.ref(forward_pass.cut)
+        del forward_pass
         assert watched() is None
     finally:
         gc.enable()

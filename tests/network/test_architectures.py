@@ -147,8 +147,8 @@ def check(
         assert torch.equal(out.softmax, logits_of(model.eval()(images), 2))
     assert out.features.shape == (2, *features)
     torch.testing.assert_close(net.sigmoid.from_pooled(out.pooled), out.sigmoid, rtol=1e-5, atol=1e-7)
-    passage = net.run(images, grad=True)
-    (gradient,) = torch.autograd.grad(passage.sigmoid[:, 1].sum(), passage.cut)
+    forward_pass = net.run(images, grad=True)
+    (gradient,) = torch.autograd.grad(forward_pass.sigmoid[:, 1].sum(), forward_pass.cut)
     cells = net.split.fold(gradient, size).abs().sum(1).flatten(1)  # (B, P*Q)
     assert (cells.count_nonzero(1) > cells.shape[1] // 8).all()
     return net

@@ -311,9 +311,9 @@ def test_a_model_that_forbids_gradients_itself_is_explained_all_the_same() -> No
     for branch in ("sigmoid", "softmax"):
         gradients = []
         for used in (net, other):
-            passage = used.run(images(), grad=True)
-            logits = passage.sigmoid if branch == "sigmoid" else passage.softmax_logits
-            gradients.append(torch.autograd.grad(logits[:, 1].sum(), passage.cut)[0])
+            forward_pass = used.run(images(), grad=True)
+            logits = forward_pass.sigmoid if branch == "sigmoid" else forward_pass.softmax_logits
+            gradients.append(torch.autograd.grad(logits[:, 1].sum(), forward_pass.cut)[0])
         assert torch.equal(gradients[0], gradients[1])
 
 

@@ -62,8 +62,8 @@ def check(
     assert out.features.ndim == 4 and len(out.features) == 2
     assert out.sigmoid.shape == bare.shape
     torch.testing.assert_close(net.sigmoid.from_pooled(out.pooled), out.sigmoid)
-    passage = net.run(images, grad=True)
-    (gradient,) = torch.autograd.grad(passage.sigmoid[:, 0].sum(), passage.cut)
+    forward_pass = net.run(images, grad=True)
+    (gradient,) = torch.autograd.grad(forward_pass.sigmoid[:, 0].sum(), forward_pass.cut)
     on_grid = net.split.fold(gradient, size)
     assert on_grid.shape == out.features.shape and on_grid.flatten(1).count_nonzero(1).all()
     return net

@@ -167,9 +167,9 @@ def test_features_leave_where_tokens_of_the_grid_are_still_read(name: str) -> No
     net, case = network(name), CASES[name]
     assert (net.split.layer, ", ".join(net.split.heads)) == (case.layer, case.heads)
     assert net.split.fold.prefix == case.prefix
-    passage = net.run(images(name), grad=True)
-    for logits in (passage.softmax_logits, passage.sigmoid):
-        (gradient,) = torch.autograd.grad(logits[:, 2].sum(), passage.cut, retain_graph=True)
+    forward_pass = net.run(images(name), grad=True)
+    for logits in (forward_pass.softmax_logits, forward_pass.sigmoid):
+        (gradient,) = torch.autograd.grad(logits[:, 2].sum(), forward_pass.cut, retain_graph=True)
         cells = net.split.fold(gradient, case.size).abs().sum(1)  # (B, P, Q)
         assert (cells > 0).all()
 

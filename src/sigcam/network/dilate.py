@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -21,7 +21,8 @@ from sigcam.core.errors import ConfigError
 from sigcam.core.files import error_line
 from sigcam.core.types import GridSize
 from sigcam.network.dual import DualBranch
-from sigcam.network.trace import ModuleOutput, Trace, eval_mode, listed, run_traced
+from sigcam.network.modules import is_within
+from sigcam.network.trace import ModuleOutput, listed, run_traced
 from sigcam.network.zoom import grid_of, no_side_effects, shared_copy
 
 Pair = tuple[int, int]  # rows, columns of a kernel, stride or padding
@@ -119,9 +120,8 @@ class _Planner:
     """Finds the changes from one traced pass and applies them to the copy, checking each module alone."""
 
     def __init__(self, net: DualBranch, model: nn.Module, example: Tensor) -> None:
-        self.net, self.model, self.shapes = net, model, dict[nn.Module, list[torch.Size]]()
+        self.net, self.model, (self.trace, _) = net, model, run_traced(model, example)
         self.odd = [0, 0]  # 1 where the finer grid has 2P - 1 cells
-        self.trace = self.run(example)
         recorded = {value for call in self.trace.calls for value in call.outputs}
         steps = [(call.time, call.inputs, call.outputs, call.name) for call in self.trace.calls]
         steps += [  # an autograd function of the user's, which no function mode sees
@@ -129,22 +129,9 @@ class _Planner:
         ]
         self.steps = sorted(steps, key=lambda step: step[0])
         self.spatial = [o for o in self.trace.outputs if _window(o.module) is not None]
-        layer = [o for o in self.trace.outputs if o.name == net.split.layer and o.call == net.split.call]
-        self.features = layer[0]
+        layer = net.split.layer, net.split.call
+        self.features = next(o for o in self.trace.outputs if (o.name, o.call) == layer)
         self.grid = GridSize.of(net.split.fold(self.features.tensor, GridSize.of(example)))
-
-    def run(self, example: Tensor) -> Trace:
-        """Trace a pass and note the input shapes of all modules with a window."""
-
-        def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if args and isinstance(args[0], Tensor):
-                self.shapes.setdefault(module, []).append(args[0].shape)
-
-        with eval_mode(self.model) as handles:
-            for module in self.model.modules():
-                if _window(module) is not None:
-                    handles.append(module.register_forward_pre_hook(note))
-            return run_traced(self.model, example)[0]
 
     def plan(self) -> tuple[Change, ...]:
         strided = self.last_strided()
@@ -178,17 +165,18 @@ class _Planner:
         return last + [o for o in parallel if o.tensor.shape[-2:] in grids]
 
     def has_window(self, output: ModuleOutput) -> bool:
-        rows, columns = self.shapes[output.module][0][-2:]
-        return max(_window(output.module) or (1, 1)) > 1 and rows * columns > 1
+        return max(_window(output.module) or (1, 1)) > 1 and self.input_shape(output)[-2:].numel() > 1
+
+    def input_shape(self, output: ModuleOutput) -> torch.Size:
+        return self.trace.shapes[output.inputs[0]]
 
     def check_reach(self, strided: list[ModuleOutput], later: list[ModuleOutput], reached: set[int]) -> None:
         """Refuse models where changing these modules would miss a step, or change one twice."""
-        touched = [*strided, *later]
-        for o in touched:
+        for o in (*strided, *later):
             calls = [p for p in self.spatial if p.module is o.module]
             if len(calls) > 1 and (o in strided or not all(p in later for p in calls)):
                 raise _CannotDilate(f"{o.name!r} runs several times in one pass")
-            if any(o.name == head or o.name.startswith(head + ".") for head in self.net.split.heads):
+            if any(is_within(o.name, head) for head in self.net.split.heads):
                 raise _CannotDilate(f"its head reads neighbouring cells, in {o.name!r}")
         inside, mixing = [(o.start, o.end) for o in self.spatial], dict[str, None]()
         for time, inputs, outputs, name in self.steps:
@@ -198,7 +186,7 @@ class _Planner:
                     mixing[name] = None
         if mixing:
             raise _CannotDilate(f"its last stage uses {listed(mixing)}, with no stride or dilation to change")
-        narrowed = any(o.tensor.shape[-2:] != self.shapes[o.module][0][-2:] for o in later)
+        narrowed = any(o.tensor.shape[-2:] != self.input_shape(o)[-2:] for o in later)
         for o in strided:
             if GridSize.of(o.tensor) != self.grid and not narrowed:
                 raise _CannotDilate(f"the grid shrinks between {o.name!r} and its features, in no module")
@@ -219,8 +207,7 @@ class _Planner:
                 after.setdefault(t.output.name, []).append((size - t.size[axis] - first) * step)
         changes = [Change(n, "stride", _pair(before[n]), _pair(after[n])) for n in before]
         for change, t in zip(changes, trials, strict=True):
-            actual = self.changed(change)(t.noise)
-            self.check(t.output, actual[..., phase[0] :: 2, phase[1] :: 2], t.expected)
+            self.apply(change, t.noise, phase, t.expected)
         return changes
 
     def trial(self, output: ModuleOutput) -> _Trial:
@@ -228,7 +215,7 @@ class _Planner:
         module = self.model.get_submodule(output.name)
         if any(step % 2 for step in _pair(module.stride)):
             raise _CannotDilate(f"the stride of {output.name!r} is {_pair(module.stride)}, not 2")
-        noise = _noise(self.shapes[module][0], output.tensor)
+        noise = _random(self.input_shape(output), output.tensor)
         _apply(Change(output.name, "stride"), alone := _alone(module))
         expected, actual = module.forward(noise), alone.forward(noise)
         # TensorFlow's "same" padding moves to the left when the stride is removed
@@ -238,15 +225,14 @@ class _Planner:
     def dilate(self, output: ModuleOutput) -> Change:
         """Double the dilation; checked on noise against the old window on every second cell."""
         module = self.model.get_submodule(output.name)
-        shape, window = self.shapes[module][0], _window(module)
+        shape, window = self.input_shape(output), _window(module)
         assert window is not None
         pools = isinstance(module, nn.MaxPool2d | nn.AvgPool2d)
         if pools and window[0] >= shape[-2] and window[1] >= shape[-1] and output.tensor[0, 0].numel() == 1:
-            change = Change(output.name, "global")
-            self.changed(change)
+            _apply(change := Change(output.name, "global"), module)
             return change
         sides = (2 * shape[2] - self.odd[0], 2 * shape[3] - self.odd[1])
-        fine = _noise(torch.Size((*shape[:2], *sides)), output.tensor)
+        fine = _random(torch.Size((*shape[:2], *sides)), output.tensor)
         expected = module.forward(fine[..., ::2, ::2])
         change = Change(output.name, "dilation")
         _apply(change, alone := _alone(module))
@@ -254,18 +240,16 @@ class _Planner:
         short = [max(0, 2 * n - 1 - m) for n, m in zip(expected.shape[-2:], size, strict=True)]
         steps = _pair(module.stride)
         change = replace(change, after=(short[0] * steps[0], short[1] * steps[1]))  # as ceil_mode did
-        self.check(output, self.changed(change)(fine)[..., ::2, ::2], expected)
+        self.apply(change, fine, (0, 0), expected)
         return change
 
-    def changed(self, change: Change) -> Callable[..., Tensor]:
+    def apply(self, change: Change, noise: Tensor, phase: Sequence[int], expected: Tensor) -> None:
+        """Change a module of the copy; every second cell of its output for noise must be as expected."""
         module = self.model.get_submodule(change.name)
         _apply(change, module)
-        forward: Callable[..., Tensor] = module.forward  # without the user's hooks
-        return forward
-
-    def check(self, output: ModuleOutput, actual: Tensor, expected: Tensor) -> None:
-        if not _agree(actual, expected):
-            raise _CannotDilate(_inexact(output.name, output.module))
+        actual = module.forward(noise)  # without the user's hooks
+        if not _agree(actual[..., phase[0] :: 2, phase[1] :: 2], expected):
+            raise _CannotDilate(_inexact(change.name, module))
 
 
 def _alone(module: nn.Module) -> nn.Module:
@@ -275,7 +259,7 @@ def _alone(module: nn.Module) -> nn.Module:
     return other
 
 
-def _noise(shape: torch.Size, like: Tensor) -> Tensor:
+def _random(shape: torch.Size, like: Tensor) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(like.device, like.dtype)
 
 

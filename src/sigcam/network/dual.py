@@ -20,7 +20,7 @@ from sigcam.network.output_tail import Tail
 from sigcam.network.sigmoid_head import SigmoidHead
 from sigcam.network.split import Split, find_split
 
-Points = Sequence[FeaturePoint]
+FeaturePoints = Sequence[FeaturePoint]
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class DualBranch(nn.Module):
         return self.run_at((self.split.point,), images, grad=grad)[0]
 
     def run_at(
-        self, points: Points, images: Tensor, *, grad: bool = False, swap: Tensor | None = None
+        self, points: FeaturePoints, images: Tensor, *, grad: bool = False, swap: Tensor | None = None
     ) -> list[ForwardPass]:
         """Run one pass and return it once per feature point, with that point's `.features` and `.cut`.
 
@@ -180,13 +180,14 @@ class DualBranch(nn.Module):
         The part of the model after F runs on all R of them, the part before it on the one image.
         """
         point, image = forward_pass.point, forward_pass.images[index : index + 1]
-        swap = point.fold.unfold(features, point.fold.one_image(forward_pass.cut.detach(), index))
+        output = forward_pass.cut.detach().narrow(point.fold.batch_axis, index, 1)
+        swap = point.fold.unfold(features, output)
         try:
             return self.run_at((point,), image, swap=swap)[0]
         except RuntimeError:  # a path around F has the batch's size: run the model on R images
             return self.run_at((point,), image.expand(len(features), -1, -1, -1), swap=swap)[0]
 
-    def _hooked(self, points: Points, images: Tensor, **options: Any) -> HookedPass:
+    def _hooked(self, points: FeaturePoints, images: Tensor, **options: Any) -> HookedPass:
         hides_nan = getattr(self.model, "hides_nan", False) and not bool(images.isfinite().all())
         model, outputs = self.original if hides_nan else self.model, self._softmax_tail is not None
         return HookedPass(model, self.split, points, outputs=outputs, **options).run(images)
@@ -229,12 +230,10 @@ class DualBranch(nn.Module):
         save_branch(self, Path(path), dtype)
 
     def __repr__(self) -> str:
+        parts = f"layer={self.split.layer!r}, head={', '.join(self.split.heads)!r}"
+        classes = f"{self.classes} {'logit' if self.classes == 1 else 'classes'}"
         state = "fitted" if self.fitted else "not fitted"
-        heads = ", ".join(self.split.heads)
-        return (
-            f"DualBranch({type(self.model).__name__}: layer={self.split.layer!r}, head={heads!r}, "
-            f"{self.classes} {'logit' if self.classes == 1 else 'classes'}, {state})"
-        )
+        return f"DualBranch({type(self.model).__name__}: {parts}, {classes}, {state})"
 
 
 def linear_weight(layer: nn.Module) -> tuple[Tensor, Tensor] | None:

@@ -139,14 +139,11 @@ class FeatureFinder:
 
     def is_plausible(self, rows: int, columns: int) -> bool:
         """Whether one stride takes the image to rows x columns, each rounded by less than one cell."""
-        (height, width), infinity = self.image, float("inf")
-        if rows * columns < 2 or rows > height or columns > width:
+        if rows * columns < 2 or rows > self.image.height or columns > self.image.width:
             return False
-        low = max(height / (rows + 1), width / (columns + 1))
-        high = min(
-            height / (rows - 1) if rows > 1 else infinity, width / (columns - 1) if columns > 1 else infinity
-        )
-        return low < high
+        sides = ((self.image.height, rows), (self.image.width, columns))
+        low = max(pixels / (cells + 1) for pixels, cells in sides)
+        return low < min(pixels / (cells - 1) for pixels, cells in sides if cells > 1)
 
     def regular_grids(self) -> list[GridSize]:
         """The grids of strides that divide both sides: patches cut without a convolution."""

@@ -68,12 +68,9 @@ class HookedPass(TorchFunctionMode):
             stack.enter_context(torch.no_grad())  # also ends the recording that a hook switches on
             output = self.model(images.clone())  # a model may change its input in place
         self._check()
-        self.logits = logits_of(output, len(images) if self.swap is None else self._swapped_batch())
+        swapped = None if self.swap is None else self.swap.shape[self.points[0].fold.batch_axis]
+        self.logits = logits_of(output, swapped or len(images))
         return self
-
-    def _swapped_batch(self) -> int:
-        assert self.swap is not None
-        return self.swap.shape[1 if self.points[0].fold.layout == "LNC" else 0]
 
     def _register_hooks(self, handles: list[Any]) -> None:
         """Register our hooks, each put into the list at once, so that an error leaves none behind."""

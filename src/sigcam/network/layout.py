@@ -42,9 +42,10 @@ class FeatureLayout:
         rows = min(divisors, key=lambda rows: abs(rows - expected))
         return GridSize(rows, tokens // rows)
 
-    def one_image(self, output: Tensor, index: int) -> Tensor:
-        """The layer's output for one image of the batch, as a batch of one."""
-        return output.narrow(1 if self.layout == "LNC" else 0, index, 1)
+    @property
+    def batch_axis(self) -> int:
+        """The axis of the layer's output that holds the images."""
+        return 1 if self.layout == "LNC" else 0
 
     def unfold(self, features: Tensor, like: Tensor) -> Tensor:
         """Turn (R, N, P, Q) features into the layer's own layout; the tokens before the grid come from

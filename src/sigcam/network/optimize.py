@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from copy import deepcopy
 from typing import Any
 
@@ -92,52 +92,46 @@ def _is_hooked(module: nn.Module) -> bool:
 
 def _fold_batchnorm(model: nn.Module, example: Tensor, keep: Collection[str]) -> None:
     """Fold each BatchNorm that alone reads a convolution or linear layer into that layer's weights."""
-    for layer, norm, rest in _foldable(_Graph(model, example, keep)):
+    graph = _Graph(model, example, keep)
+    for output in graph.trace.outputs:
+        norm = output.module
+        if not isinstance(norm, _BatchNorm) or graph.runs[norm] > 1 or _is_hooked(norm):
+            continue
+        call, rest = _normalising_call(graph, output)
+        maker = graph.private_maker(call.inputs[0]) if call else None
+        if maker is None or not _is_product(graph, maker):
+            continue
+        layer: Any = maker.module
         tensors = (layer.weight, layer.bias, norm.running_mean, norm.running_var, norm.weight, norm.bias)
-        # in float64 on the CPU, since not every device has it; the function works for linear layers too
-        w, b, mean, var, gamma, beta = (t if t is None else t.detach().cpu().double() for t in tensors)
-        assert w is not None and mean is not None and var is not None
+        # in float64 on the CPU, since not every device has it; the formula holds for linear layers too
+        doubles: Any = [t if t is None else t.detach().cpu().double() for t in tensors]
+        w, b, mean, var, gamma, beta = doubles
         fused = fuse_conv_bn_weights(w, b, mean, var, norm.eps, gamma, beta)
         layer.weight, layer.bias = (
             nn.Parameter(tensor.to(layer.weight), requires_grad=False) for tensor in fused
         )
-        remaining = nn.Sequential(OrderedDict(rest)) if rest else nn.Identity()
-        replace_module(model, norm, remaining.eval())
+        replace_module(model, norm, (nn.Sequential(OrderedDict(rest)) if rest else nn.Identity()).eval())
 
 
-_Foldable = tuple[Any, _BatchNorm, list[tuple[str, nn.Module]]]  # a layer, its norm, modules inside the norm
-
-
-def _foldable(graph: _Graph) -> Iterator[_Foldable]:
-    """Layers with the norms that can be folded into them, and what each norm runs after normalising."""
-    for norm in graph.trace.outputs:
-        if not isinstance(norm.module, _BatchNorm) or graph.runs[norm.module] > 1 or _is_hooked(norm.module):
-            continue
-        normalising = _normalising_call(graph, norm)
-        layer = graph.private_maker(normalising[0].inputs[0]) if normalising else None
-        if normalising and layer and _is_product(graph, layer):
-            yield layer.module, norm.module, normalising[1]
-
-
-def _normalising_call(graph: _Graph, norm: ModuleOutput) -> tuple[Call, list[tuple[str, nn.Module]]] | None:
+def _normalising_call(graph: _Graph, norm: ModuleOutput) -> tuple[Call | None, list[tuple[str, nn.Module]]]:
     """The one batch_norm call of a module, by its running statistics, and the children that follow it in a
     chain (timm's BatchNormAct2d drops and activates); None where it does anything else."""
-    trace, module = graph.trace, norm.module
+    trace, module, rest = graph.trace, norm.module, list[tuple[str, nn.Module]]()
     inside = [call for call in trace.calls if norm.start < call.time < norm.end and call.name == "batch_norm"]
     statistics = [s for s in (module.running_mean, module.running_var) if isinstance(s, Tensor)]
     if len(inside) != 1 or len(statistics) != 2:
-        return None
+        return None, rest
     call = inside[0]
     if call.inputs[0] not in norm.inputs or call.inputs[1:3] != tuple(map(trace.value, statistics)):
-        return None
-    value, rest = call.outputs[0], list[tuple[str, nn.Module]]()
+        return None, rest
+    value = call.outputs[0]
     for name, child in module.named_children():
         ran = [o for o in trace.outputs if o.module is child and norm.start < o.start < norm.end]
         if len(ran) != 1 or ran[0].inputs[:1] != (value,):
-            return None
+            return None, rest
         value = ran[0].value
         rest.append((name, child))
-    return (call, rest) if value == norm.value else None
+    return (call if value == norm.value else None), rest
 
 
 def _is_product(graph: _Graph, layer: ModuleOutput) -> bool:

@@ -126,7 +126,7 @@ class SigmoidHead(nn.Module):
 
 def on_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Apply the function to every tensor in the tree."""
-    return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+    return pytree.tree_map_only(Tensor, function, tree)
 
 
 def _copy(head: nn.Module) -> nn.Module:

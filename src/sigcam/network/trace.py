@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -118,29 +118,26 @@ class Call:
     time: int
 
 
-@dataclass
 class Trace(TorchFunctionMode):
     """A record of one pass: module outputs in order of return, torch functions in order of call."""
 
-    outputs: list[ModuleOutput] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    clock: int = 0
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        self.outputs: list[ModuleOutput] = []
+        self.calls: list[Call] = []
+        self.shapes: list[torch.Size] = []  # of each value
+        self.clock = 0
         self._values: dict[int, tuple[Tensor, int, int]] = {}  # id -> tensor (kept alive), version, value
         self._open: dict[nn.Module, list[tuple[int, tuple[int, ...]]]] = {}
         self._counts: dict[str, int] = {}
         self._passed: dict[int, int] = {}  # id -> version of what a hook passed on
-        self._next = 0
 
     def value(self, tensor: Tensor) -> int:
         """Return a number for the tensor's present content: a new one after each in-place change."""
         known = self._values.get(id(tensor))
         if known is None or known[1] != tensor._version:
-            known = (tensor, tensor._version, self._next)
-            self._values[id(tensor)] = known
-            self._next += 1
+            known = self._values[id(tensor)] = (tensor, tensor._version, len(self.shapes))
+            self.shapes.append(tensor.shape)
         return known[2]
 
     def tensors(self, values: set[int]) -> list[Tensor]:
@@ -185,7 +182,7 @@ class Trace(TorchFunctionMode):
         inputs = tuple(self.value(tensor) for tensor in tensors_in((args, kwargs)))
         self._open.setdefault(module, []).append((self.clock, inputs))
 
-    def _leave(self, name: str, module: nn.Module, out: Any) -> Any:
+    def _leave(self, name: str, module: nn.Module, args: Any, out: Any) -> Any:
         start, inputs = self._open[module].pop()
         self.clock += 1
         call = self._counts[name] = self._counts.get(name, 0) + 1
@@ -226,14 +223,10 @@ def run_traced(model: nn.Module, example: Tensor) -> tuple[Trace, Any]:
                     "eager model."
                 )
             handles.append(module.register_forward_pre_hook(trace._enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(_leaving(trace, name)))
+            handles.append(module.register_forward_hook(partial(trace._leave, name)))
         with trace:
             output = model(example.detach().requires_grad_().clone())  # a leaf could not be changed in place
     return trace, output
-
-
-def _leaving(trace: Trace, name: str) -> Callable[[nn.Module, Any, Any], Any]:
-    return lambda module, args, out: trace._leave(name, module, out)
 
 
 def gradients(score: Tensor, tensors: list[Tensor]) -> list[Tensor | None]:
