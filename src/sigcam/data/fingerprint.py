@@ -16,7 +16,8 @@ def data_fingerprint(samples: Samples) -> str:
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps(list(samples.classes)).encode())
     for sample in samples:
-        digest.update(f"{sample.id}\0{sample.label} {sample.boxes} {sample.size}\n".encode())
+        size = sample.size and tuple(sample.size)  # without the names of ImageSize, as in earlier versions
+        digest.update(f"{sample.id}\0{sample.label} {sample.boxes} {size}\n".encode())
     return digest.hexdigest()
 
 
