@@ -73,6 +73,11 @@ class Checkpoint:
                 self.path.unlink()
 
 
+def work_key(facts: Any) -> str:
+    """Return a hash of the facts, the versions of the packages and the code, to name a file of results."""
+    return hash_of([facts, versions(), code_fingerprint()])
+
+
 @cache
 def code_fingerprint() -> str:
     """Return a hash of sigcam's source files, so that results of different versions are never mixed."""
