@@ -1,4 +1,4 @@
-"""A mkdocs hook: replaces marks in pages by tables of all commands and all data set readers."""
+"""A mkdocs hook: replaces marks in pages by lists of all commands, data set readers and bench targets."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 
 import typer
 
+from sigcam.bench.registry import TABLES, targets
 from sigcam.cli.app import build_app
 from sigcam.data.registry import READERS
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Return the page with tables in place of its marks."""
-    for mark, tables in (("every command", command_tables), ("every reader", reader_table)):
+    marks = {"every command": command_tables, "every reader": reader_table, "every table": target_table}
+    for mark, tables in marks.items():
         if f"<!-- {mark} -->" in markdown:
             markdown = markdown.replace(f"<!-- {mark} -->", "\n\n".join(tables()))
     return markdown
@@ -23,6 +25,16 @@ def reader_table() -> Iterator[str]:
     """Yield a table of the names and layouts in READERS."""
     rows = [f"| `{name}` | {_cell(reader.about)} |" for name, reader in READERS.items()]
     yield "\n".join(["| format | files, splits, annotations |", "|---|---|", *rows])
+
+
+def target_table() -> Iterator[str]:
+    """Yield a table of the targets of `sigcam bench`."""
+    rows = ["| target | what is compared | in `all` |", "|---|---|---|"]
+    for name, summary in targets().items():
+        if name != "all":
+            in_all = "no" if name in TABLES and not TABLES[name].in_all else "yes"
+            rows.append(f"| `{name}` | {_cell(summary)} | {in_all} |")
+    yield "\n".join(rows)
 
 
 def commands() -> Iterator[tuple[str, Any]]:

@@ -21,8 +21,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from sigcam.bench import measure, runner
 from sigcam.bench import plan as bench_plan
-from sigcam.bench import runner
 from sigcam.bench import tables as bench_run
 from sigcam.bench import weights as vgg
 from sigcam.bench.figures import qualitative
@@ -30,8 +30,9 @@ from sigcam.bench.networks import network
 from sigcam.bench.overhead import overhead
 from sigcam.bench.paper import PAPER_METHODS, PUBLISHED, ROWS, published_value
 from sigcam.bench.plan import Plan
+from sigcam.bench.registry import TABLES, targets
 from sigcam.bench.render import html, markdown, verdict, write_table
-from sigcam.bench.runner import TARGETS, run_bench
+from sigcam.bench.runner import run_bench
 from sigcam.bench.weights import ArraysOnly
 from sigcam.core.config import FitConfig
 from sigcam.core.errors import DataError, ModelError
@@ -39,61 +40,16 @@ from sigcam.metrics.bootstrap import Interval
 from sigcam.metrics.classification import auroc
 from sigcam.models.classifier import load_classifier, save_classifier
 from sigcam.network.attachment import attach
-from support.torchrun import LINEAR, MLP, MODEL
+from support.bench import QUIET, write_model, write_wsol_dataset
+from support.torchrun import MLP, MODEL
 from support.torchrun import run as start
-
-QUIET: Any = lambda stage, done, total: None  # noqa: E731
-
-
-def birds(
-    root: Path, name: str = "cub", classes: int = 3, per_class: int = 12, seed: int = 0, masks: bool = False
-) -> None:
-    """A data set in the WSOL layout: a bright square, of a colour per class, on noise; its box or mask."""
-    random = np.random.default_rng(seed)
-    home = root / name
-    for split in ("train", "test"):
-        at = home / "metadata" / split
-        at.mkdir(parents=True)
-        lines: dict[str, list[str]] = {
-            "image_ids": [],
-            "class_labels": [],
-            "image_sizes": [],
-            "localization": [],
-        }
-        for i in range(classes * per_class):
-            label, id = i % classes, f"{split}/{i}.png"
-            pixels = random.integers(0, 80, (64, 64, 3))
-            x, y = random.integers(4, 30, 2)
-            pixels[y : y + 28, x : x + 28, label] += 150
-            path = home / "images" / id
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels.astype(np.uint8)).save(path)
-            lines["image_ids"].append(id)
-            lines["class_labels"].append(f"{id},{label}")
-            lines["image_sizes"].append(f"{id},64,64")
-            lines["localization"].append(
-                f"{id},{id},{split}/ignored.png" if masks else f"{id},{x},{y},{x + 27},{y + 27}"
-            )
-            if masks:
-                mask = np.zeros((64, 64), np.uint8)
-                mask[y : y + 28, x : x + 28] = 255
-                (home / "masks" / split).mkdir(parents=True, exist_ok=True)
-                Image.fromarray(mask).save(home / "masks" / id)
-                Image.fromarray(mask * 0).save(home / "masks" / split / "ignored.png")
-        for file, rows in lines.items():
-            (at / f"{file}.txt").write_text("\n".join(rows))
 
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
-    birds(tmp_path / "data")
-    model = tmp_path / "model.py"
-    model.write_text(
-        MODEL.replace("def make()", "def make(num_classes=3)").format(
-            head=LINEAR.format(classes="num_classes")
-        )
-    )
-    return Plan(tmp_path / "data", tmp_path / "out", 12, 24, 1.0, f"file:{model}:make", batch_size=8)
+    write_wsol_dataset(tmp_path / "data")
+    model = write_model(tmp_path / "model.py")
+    return Plan(tmp_path / "data", tmp_path / "out", 12, 24, 1.0, model, batch_size=8)
 
 
 def test_a_table_has_every_row_with_interval_and_difference_and_goes_on_where_it_was(
@@ -140,7 +96,7 @@ def test_a_table_has_every_row_with_interval_and_difference_and_goes_on_where_it
     def never(*args: Any, **options: Any) -> Any:
         raise AssertionError("it was evaluated before")
 
-    monkeypatch.setattr(bench_plan, "evaluate", never)
+    monkeypatch.setattr(measure, "evaluate", never)
     run_bench("table2", plan, None)
     assert json.loads((plan.output / "table2.json").read_text())["rows"] == json.loads(before)["rows"]
     run_bench("nwc", plan, None)
@@ -228,8 +184,8 @@ def row(
 def test_losses_are_printed_as_losses(plan: Plan) -> None:
     rows = [row(50.0), row(40.0, (-10.0, -12.0, -8.0))]
     held = write_table(plan, "table2", rows)
-    assert "-10.00 (-12.0 to -8.0) worse" in markdown("table2", held)
-    page = html([held], None, ())
+    assert "-10.00 (-12.0 to -8.0) worse" in markdown(held)
+    page = html([held], ())
     assert re.search(r'class="[^"]*worse', page) and "http" not in page.replace("http-equiv", "")
     assert verdict(row(40.0, (-10.0, -12.0, 1.0)), "max_box_acc_v2") is None
     assert verdict(row(40.0, (-10.0, -12.0, -1.0), "average_drop"), "average_drop") is True
@@ -238,7 +194,7 @@ def test_losses_are_printed_as_losses(plan: Plan) -> None:
 
 @pytest.mark.parametrize(("table", "rows"), [("table2", 24), ("sources", 12)])
 def test_two_processes_make_the_table_of_one(plan: Plan, tmp_path: Path, table: str, rows: int) -> None:
-    birds(plan.data, "pets", per_class=30, seed=1, masks=True)  # more than a chunk of features
+    write_wsol_dataset(plan.data, "pets", per_class=30, seed=1, masks=True)  # more than a chunk of features
     found = []
     for processes in (1, 2):
         output = tmp_path / f"by{processes}"
@@ -255,8 +211,8 @@ def test_two_processes_make_the_table_of_one(plan: Plan, tmp_path: Path, table: 
 
 
 def test_sources_tell_clamping_centring_training_and_penalty_apart(plan: Plan) -> None:
-    birds(plan.data, "pets", seed=1)
-    birds(plan.data, "cars", seed=2)
+    write_wsol_dataset(plan.data, "pets", seed=1)
+    write_wsol_dataset(plan.data, "cars", seed=2)
     rows = bench_run.sources(plan, QUIET)
     assert [row["branch"] for row in rows].count("softmax") == 2  # once, not once per fit
     fits = [row["fit"] for row in rows if row["branch"] == "sigmoid" and row["clamp"]]
@@ -272,11 +228,11 @@ def test_sources_tell_clamping_centring_training_and_penalty_apart(plan: Plan) -
 def test_the_best_score_is_judged_by_pairs_of_images() -> None:
     inside, outside = torch.randn(40) + 1, torch.randn(30)
     inside[:3] = outside[:3]  # a tie counts half
-    found = bench_run.told_apart(inside, outside)
+    found = measure.auroc_interval(inside, outside)
     targets = torch.cat([torch.ones(40, 1), torch.zeros(30, 1)])
     assert found.value == pytest.approx(100 * float(auroc(torch.cat([inside, outside])[:, None], targets)))
     assert found.low < found.value < found.high
-    assert bench_run.told_apart(inside + 9, outside) == Interval(100.0, 100.0, 100.0)
+    assert measure.auroc_interval(inside + 9, outside) == Interval(100.0, 100.0, 100.0)
 
 
 def test_the_shift_of_a_head_is_the_part_that_no_probability_sees() -> None:
@@ -285,14 +241,14 @@ def test_the_shift_of_a_head_is_the_part_that_no_probability_sees() -> None:
     net = attach(model.eval(), example=torch.randn(1, 3, 8, 8))
     weight = net.last_layer("softmax").get_parameter("weight").data
     weight.copy_(torch.tensor([[3.0, 4.0], [3.0, -4.0]]))  # rows of length 5, a mean of length 3
-    assert bench_run.shift_of(net) == pytest.approx(60.0)
+    assert measure.logit_shift(net) == pytest.approx(60.0)
     weight.sub_(weight.mean(0))
-    assert bench_run.shift_of(net) == pytest.approx(0.0)
+    assert measure.logit_shift(net) == pytest.approx(0.0)
 
 
 def test_masks_are_scored_by_pixels_and_imagenet_keeps_the_published_head(plan: Plan) -> None:
-    birds(plan.data, "openimages", masks=True)
-    birds(plan.data, "ilsvrc", seed=1)
+    write_wsol_dataset(plan.data, "openimages", masks=True)
+    write_wsol_dataset(plan.data, "ilsvrc", seed=1)
     rows = bench_run.table2(plan, QUIET)
     assert {row["dataset"] for row in rows} == {"cub", "ilsvrc", "openimages"}
     for row in rows:
@@ -329,9 +285,10 @@ def test_all_makes_what_it_can_and_then_says_what_it_could_not(
     def broken(plan: Plan, progress: Any) -> Any:
         raise ModelError("no such head.")
 
-    monkeypatch.setitem(bench_run.TABLES, "table1", (broken, ("cub",)))
+    for name, spec in TABLES.items():
+        monkeypatch.setitem(TABLES, name, replace(spec, in_all=name in ("table1", "table2")))
+    monkeypatch.setitem(TABLES, "table1", replace(TABLES["table1"], make=broken))
     monkeypatch.setattr(runner, "overhead", broken)
-    monkeypatch.setattr(runner, "ALL", ("table1", "table2"))
     with pytest.raises(DataError, match=r"table1 could not be made: no such head\. overhead could not"):
         run_bench("all", plan, None)
     made = {path.name for path in plan.output.iterdir()}
@@ -342,8 +299,8 @@ def test_all_makes_what_it_can_and_then_says_what_it_could_not(
 def test_damaged_work_is_made_anew_or_named(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
     run_bench("table2", plan, None)
     before = json.loads((plan.output / "table2.json").read_text())["rows"]
-    (part,) = (plan.output / "parts").glob("*.json")
-    part.write_text(part.read_text()[:500])
+    (part,) = (plan.output / "parts").glob("*.pt")
+    part.write_bytes(part.read_bytes()[:500])
     (plan.output / "table1.json").write_text("{}")
     (plan.output / "nwc.json").write_text('{"table')
     run_bench("table2", plan, None)
@@ -366,7 +323,7 @@ def test_what_cannot_be_measured_is_said_before_the_work(plan: Plan) -> None:
 
 
 def test_images_of_the_shipped_branch_are_nowhere(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    birds(plan.data, "ilsvrc")
+    write_wsol_dataset(plan.data, "ilsvrc")
     plan = replace(plan, backbone="embedded")
     seen = bench_plan.SHIPPED.with_suffix(".json").read_text()
     for kept, ids in ((33, ["test/0.png", "1.png", "2"]), (0, [str(i) for i in range(36)])):
@@ -393,11 +350,11 @@ def test_what_was_measured_of_other_files_is_not_taken(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     shutil.rmtree(plan.data / "cub")
-    birds(plan.data, "openimages", masks=True)
+    write_wsol_dataset(plan.data, "openimages", masks=True)
     run_bench("table2", plan, None)
     home, model = plan.data / "openimages", Path(plan.backbone.split(":")[1])
-    told, real = list[int](), bench_plan.evaluate
-    monkeypatch.setattr(bench_plan, "evaluate", lambda *a, **how: told.append(1) or real(*a, **how))
+    told, real = list[int](), measure.evaluate
+    monkeypatch.setattr(measure, "evaluate", lambda *a, **how: told.append(1) or real(*a, **how))
     run_bench("table2", plan, None)
     assert not told
     if change == "graph":  # the same weights, other strides
@@ -415,9 +372,9 @@ def test_what_was_measured_of_other_files_is_not_taken(
 
 
 def test_another_classifier_is_tried_on_fewer_images_of_each_data_set(plan: Plan) -> None:
-    birds(plan.data, "cars", seed=1)
+    write_wsol_dataset(plan.data, "cars", seed=1)
     plan = replace(plan, fidelity_images=200, localization_images=None)
-    rows = bench_run.another(plan, ("cub", "cars"), QUIET)
+    rows = bench_run.other_classifier(plan, ("cub", "cars"), QUIET)
     for dataset in ("cub", "cars"):
         mine = [row for row in rows if row["dataset"] == dataset]
         assert len([row for row in mine if "average_drop" in row]) == 5 * 6
@@ -440,11 +397,11 @@ def test_last_stages_learn_and_what_is_before_them_does_not(plan: Plan) -> None:
 
 def test_overhead_counts_parameters_and_times_training_of_both(plan: Plan) -> None:
     held = overhead(plan, QUIET)
-    net = bench_run.network(plan, "cub", FitConfig(), QUIET)
+    net = network(plan, "cub", FitConfig(), QUIET)
     assert held["parameters"]["branch"] == sum(p.numel() for p in net.sigmoid.parameters())
     assert held["training"]["images"] == 36
     assert all(value > 0 for value in held["training"].values())
-    for shown in ((plan.output / "overhead.md").read_text(), html([], held, [])):
+    for shown in ((plan.output / "overhead.md").read_text(), html([held], [])):
         assert "20.46 / 21.49" in shown and "batches of 8" in shown  # the paper's; ours
 
 
@@ -492,7 +449,7 @@ def test_what_enters_the_last_layer_comes_from_the_cells_without_the_convolution
 ) -> None:
     train = plan.samples("cub", "train", 3)
     classifier = load_classifier(vgg.VGG, num_classes=3, pretrained=False)
-    pooled = vgg.pooled_cells(classifier, train, tmp_path / "features", QUIET)
+    pooled = vgg.pooled_features(classifier, train, tmp_path / "features", QUIET)
     net = attach(classifier.model)
     images = torch.stack([classifier.transform(sample.open()) for sample in train])
     with torch.no_grad():
@@ -502,15 +459,15 @@ def test_what_enters_the_last_layer_comes_from_the_cells_without_the_convolution
     before = [p.detach().clone() for p in vgg._tail(classifier.model).parameters()]  # type: ignore[arg-type]
     losses = vgg._train_tail(
         vgg._tail(classifier.model),  # type: ignore[arg-type]
-        vgg.cells_of(classifier, train, tmp_path / "features", QUIET),
+        vgg.conv_features(classifier, train, tmp_path / "features", QUIET),
         seed=0,
         progress=QUIET,
     )
-    assert len(losses) == vgg.EPOCHS and losses[-1] < losses[0]
+    assert len(losses) == vgg.TAIL_EPOCHS and losses[-1] < losses[0]
     after = list(vgg._tail(classifier.model).parameters())  # type: ignore[arg-type]
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     stages: list[str] = []
-    vgg.pooled_cells(
+    vgg.pooled_features(
         classifier,
         train,
         tmp_path / "features",
@@ -523,7 +480,7 @@ def test_bad_targets_and_folders_are_refused(plan: Plan, tmp_path: Path) -> None
     with pytest.raises(DataError, match="there is no target 'table3': choose one of table1, table2"):
         run_bench("table3", plan, None)
     empty = Plan(tmp_path, tmp_path / "out")
-    for target in TARGETS:
+    for target in targets():
         with pytest.raises(DataError, match="holds none of cub, cars"):
             run_bench(target, empty, None)
     assert not empty.output.exists()

@@ -1,226 +1,158 @@
-"""The tables: what each one evaluates."""
+"""The rows of each table in the registry."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
+from sigcam.bench.measure import evaluate_rows, logit_shift, presence_auroc
 from sigcam.bench.networks import network
-from sigcam.bench.paper import FIDELITY, FIRST, PAPER_METHODS, Row
-from sigcam.bench.plan import DATASETS, FINE, MASKED_DATASETS, VGG, Plan, measured
+from sigcam.bench.paper import FIDELITY, FIRST_BOX, PAPER_METHODS, BenchRow
+from sigcam.bench.plan import VGG, Plan
+from sigcam.bench.registry import DATASETS, FINE_DATASETS, MASKED_DATASETS
 from sigcam.core.config import FitConfig
-from sigcam.core.distributed import all_gather, world_size
-from sigcam.core.errors import DataError
+from sigcam.core.distributed import world_size
+from sigcam.core.errors import ConfigError, DataError
 from sigcam.core.types import Progress
-from sigcam.data.sample import Samples
 from sigcam.methods.registry import METHODS
-from sigcam.metrics.bootstrap import Interval
-from sigcam.network.dual import DualBranch, linear_weight
-from sigcam.training.features import extract
+from sigcam.network.dual import DualBranch
+
+VARIANTS: Any = {"branches": ("softmax", "centred", "sigmoid"), "clamps": (False, True)}
+BOX_METRICS = ("max_box_acc_v2", "gt_known_loc", "top1_loc", "top1_cls")
+OTHER_FIDELITY_IMAGES = 100  # test images for the confidence metrics of other classifiers
 
 
-def table1(plan: Plan, progress: Progress) -> list[Row]:
+def table1(plan: Plan, progress: Progress) -> list[BenchRow]:
     """Average drop and increase in confidence on fine-grained data: five methods, two scorers."""
-    rows = list[Row]()
-    for dataset in plan.available(FINE):
+    rows = list[BenchRow]()
+    for dataset in plan.available(FINE_DATASETS):
         net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
-        rows += confidence_rows(plan, net, dataset, progress)
+        rows += fidelity_rows(plan, net, dataset, progress)
     return rows
 
 
-def confidence_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progress) -> list[Row]:
-    """What masks keep of the confidence."""
-    how: Any = {"branches": BRANCHES, "clamps": (False, True), "metrics": FIDELITY}
-    how |= {"methods": paper_methods_for(net)}
-    samples = plan.samples(dataset, "test", plan.fidelity_images)
-    name = f"confidence-{plan.slug}-{dataset}"
-    return measured(plan, name, net, dataset, samples, progress, scorers=("softmax", "branch"), **how)
-
-
-def table2(plan: Plan, progress: Progress) -> list[Row]:
+def table2(plan: Plan, progress: Progress) -> list[BenchRow]:
     """Localisation by boxes and by pixels, at the network's own size and enlarged."""
-    rows = list[Row]()
-    for dataset in plan.available(DATASETS):
-        _need_places(plan, dataset)
-    for dataset in plan.available(DATASETS):
+    rows, datasets = list[BenchRow](), plan.available(DATASETS)
+    for dataset in datasets:
+        _check_annotations(plan, dataset)
+    for dataset in datasets:
         net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
-        rows += locating_rows(plan, net, dataset, progress)
+        rows += localization_rows(plan, net, dataset, progress)
     return rows
 
 
-def _need_places(plan: Plan, dataset: str) -> None:
-    """DataError, before any work, if nothing says where the data set's objects are."""
-    what, field = ("masks", "open_mask") if dataset in MASKED_DATASETS else ("boxes", "boxes")
-    if all(getattr(sample, field) is None for sample in plan.samples(dataset, "test", None)):
-        raise DataError(f"{plan.data / dataset} has no {what} to measure maps by: add them, or leave it out.")
-
-
-def locating_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progress) -> list[Row]:
-    """How well maps locate objects."""
-    rows = list[Row]()
-    methods = paper_methods_for(net)
-    for zoom in dict.fromkeys((1.0, plan.zoom)):
-        samples = plan.samples(dataset, "test", plan.localization_images)
-        how: Any = {"methods": methods[:2] if zoom == 1 else methods[:1], "branches": BRANCHES}
-        how |= {"clamps": (False, True), "metrics": numbers_of(dataset), "zoom": zoom}
-        name = f"locating-{plan.slug}-{dataset}-x{zoom:g}"
-        made = measured(plan, name, net, dataset, samples, progress, **how)
-        rows += [row | {"shift": shift_of(net)} for row in made]
-    return rows
-
-
-def shift_of(net: DualBranch) -> float | None:
-    """How long the mean over classes of the softmax head's rows is, in percent of a row: the part of the
-    head that no probability depends on."""
-    found = linear_weight(net.last_layer("softmax"))
-    if found is None:
-        return None
-    weight = found[0].detach()
-    return float(100 * weight.mean(0).norm() / weight.norm(dim=1).mean())
-
-
-def paper_methods_for(net: DualBranch) -> tuple[str, ...]:
-    """The paper's methods; vanilla CAM where the head is a global average and a linear layer."""
-    return tuple(name for name in PAPER_METHODS if net.linear or METHODS[name].needs != "linear")
-
-
-def numbers_of(dataset: str) -> tuple[str, ...]:
-    """What localisation is measured by: pixels where there are masks, else boxes."""
-    if dataset in MASKED_DATASETS:
-        return "pxap", "top1_cls"
-    return (*LOCATING, *FIRST) if dataset == "ilsvrc" else LOCATING
-
-
-def nwc(plan: Plan, progress: Progress) -> list[Row]:
-    """What keeping positive weights alone gives: rows of table 2."""
+def nwc(plan: Plan, progress: Progress) -> list[BenchRow]:
+    """The effect of keeping positive weights alone: rows of table 2."""
     return table2(replace(plan, zoom=1.0), progress)
 
 
-def pos_weight(plan: Plan, progress: Progress) -> list[Row]:
+def pos_weight(plan: Plan, progress: Progress) -> list[BenchRow]:
     """The weight of a positive label: 1, half of C - 1, C - 1."""
-    dataset = plan.available((*FINE, "ilsvrc"))[0]
-    samples, rows = plan.samples(dataset, "test", plan.ablation_images), list[Row]()
+    dataset = plan.available((*FINE_DATASETS, "ilsvrc"))[0]
+    samples, rows = plan.samples(dataset, "test", plan.ablation_images), list[BenchRow]()
     most = len(samples.classes) - 1
     for weight in dict.fromkeys((1, max(1, most // 2), most)):
         net = network(plan, dataset, FitConfig(pos_weight=float(weight), seed=plan.seed), progress)
-        how: Any = {"branches": BRANCHES, "clamps": (False, True)}
-        how |= {"methods": paper_methods_for(net)[:2], "metrics": numbers_of(dataset)}
-        made = measured(plan, f"pos-weight-{weight:g}", net, dataset, samples, progress, **how)
-        rows += [row | {"pos_weight": weight} for row in made if row["branch"] == "sigmoid"]
-    return [row for row in made if row["branch"] != "sigmoid"] + rows  # no weight shapes these
+        settings = VARIANTS | {"methods": methods_for(net)[:2], "metrics": localization_metrics(dataset)}
+        fit_rows = evaluate_rows(plan, f"pos-weight-{weight:g}", net, dataset, samples, progress, **settings)
+        rows += [row | {"pos_weight": weight} for row in fit_rows if row["branch"] == "sigmoid"]
+    return [row for row in fit_rows if row["branch"] != "sigmoid"] + rows  # the other heads have no weight
 
 
-def sources(plan: Plan, progress: Progress) -> list[Row]:
-    """Where the gain comes from: clamping, centring, sigmoid training, its penalty, images of nothing."""
-    dataset, count = plan.available(FINE)[0], plan.ablation_images
-    samples, rows = plan.samples(dataset, "test", count), list[Row]()
-    nothing = plan.samples("pets", "test", count) if plan.has("pets") else None
+def sources(plan: Plan, progress: Progress) -> list[BenchRow]:
+    """Where the gain comes from: clamping, centring, sigmoid training, its penalty, images of no class."""
+    dataset, count = plan.available(FINE_DATASETS)[0], plan.ablation_images
+    samples, rows = plan.samples(dataset, "test", count), list[BenchRow]()
+    pets = plan.samples("pets", "test", count) if plan.has("pets") else None
     fits = {f"L2 {l2:g}": FitConfig(l2=l2, seed=plan.seed) for l2 in (0.1, 0.01, 0.001, 0.0001)}
-    if dataset != "cars" and plan.has("cars"):  # no pets: the score is tried on these
+    if dataset != "cars" and plan.has("cars"):  # not pets, which the score is tested on
         fits["L2 0.1, with negatives"] = FitConfig(l2=0.1, seed=plan.seed)
-    for number, (said, config) in enumerate(fits.items()):
-        negatives = plan.samples("cars", "train", plan.train_images) if "negatives" in said else None
+    for number, (name, config) in enumerate(fits.items()):
+        negatives = plan.samples("cars", "train", plan.train_images) if "negatives" in name else None
         net = network(plan, dataset, config, progress, negatives)
-        how: Any = {"methods": paper_methods_for(net)[:1], "clamps": (False, True), "metrics": LOCATING[:2]}
-        made = measured(plan, f"sources-{number}", net, dataset, samples, progress, branches=BRANCHES, **how)
-        known = {} if nothing is None else _knows(plan, net, samples, nothing, progress)
-        for row in made:
-            if row["branch"] in known:
-                found = known[row["branch"]]
-                row["auroc_nothing"] = found.value
-                row["intervals"]["auroc_nothing"] = [found.low, found.high]
-            rows += [row | {"fit": said}] if row["branch"] == "sigmoid" else [] if number else [row]
+        settings = VARIANTS | {"methods": methods_for(net)[:1], "metrics": BOX_METRICS[:2]}
+        fit_rows = evaluate_rows(plan, f"sources-{number}", net, dataset, samples, progress, **settings)
+        auroc = {} if pets is None else presence_auroc(plan, net, samples, pets, progress)
+        for row in fit_rows:
+            if interval := auroc.get(row["branch"]):
+                row["auroc_nothing"] = interval.value
+                row["intervals"]["auroc_nothing"] = [interval.low, interval.high]
+            if row["branch"] == "sigmoid":
+                rows.append(row | {"fit": name})
+            elif number == 0:  # the other heads do not depend on the fit
+                rows.append(row)
     return rows
 
 
-@torch.no_grad()
-def _knows(
-    plan: Plan, net: DualBranch, samples: Samples, nothing: Samples, progress: Progress
-) -> dict[str, Interval]:
-    """How well the best class's score tells images of the classes from others: area under the ROC, percent,
-    for the softmax head's probability and for the sigmoid branch's evidence."""
-    found = dict[str, list[torch.Tensor]](softmax=[], sigmoid=[])
-    for part in (samples, nothing):
-        held = extract(
-            net, part, FitConfig(), cache=plan.output / "features", progress=progress, labelled=False
-        )
-        for branch, scores in found.items():
-            weight_bias = linear_weight(net.last_layer(branch))  # type: ignore[arg-type]
-            if weight_bias is None or held.views[0].ndim != 2:
-                return {}
-            logits = held.views[0].to(weight_bias[0]) @ weight_bias[0].T + weight_bias[1]
-            best = (logits.softmax(1) if branch == "softmax" else logits).amax(1).cpu()
-            scores.append(torch.cat(all_gather(best)))
-    return {branch: told_apart(*scores) for branch, scores in found.items()}
-
-
-def told_apart(inside: torch.Tensor, outside: torch.Tensor) -> Interval:
-    """Area under the ROC curve of scores (n,) and (m,), in percent: how many pairs are in order, ties half;
-    with the interval over images of both, resampled a thousand times."""
-    above = (inside[:, None] > outside).float() + (inside[:, None] == outside).float() / 2  # (n, m)
-    generator, draws = torch.Generator().manual_seed(0), list[torch.Tensor]()
-    for count in above.shape:
-        drawn = torch.randint(count, (1000, count), generator=generator)
-        draws.append(torch.zeros(1000, count).scatter_add_(1, drawn, torch.ones_like(drawn).float()))
-    shares = ((draws[0] @ above) * draws[1]).sum(1).double() / above.numel()
-    ends = torch.quantile(shares, torch.tensor([0.025, 0.975], dtype=torch.float64))
-    value, low, high = (100 * float(x) for x in (above.double().mean(), *ends))
-    return Interval(value, low, high)
-
-
-def another(plan: Plan, datasets: Sequence[str], progress: Progress) -> list[Row]:
-    """Fidelity and localisation of another classifier, on fewer images and none of them enlarged."""
-    fewest = plan.fidelity_images and min(plan.fidelity_images, FEWEST)
-    plan = replace(plan, localization_images=plan.ablation_images, fidelity_images=fewest, zoom=1.0)
-    rows = list[Row]()
-    for dataset in datasets:
-        net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
-        if dataset in FINE:
-            rows += confidence_rows(plan, net, dataset, progress)
-        rows += locating_rows(plan, net, dataset, progress)
-    return rows
-
-
-def lite2(plan: Plan, progress: Progress) -> list[Row]:
+def lite2(plan: Plan, progress: Progress) -> list[BenchRow]:
     """A larger network of the same family, as a linear probe."""
-    return another(replace(plan, backbone="embedded:lite2"), plan.available((*FINE, "pets")), progress)
+    datasets = plan.available((*FINE_DATASETS, "pets"))
+    return other_classifier(replace(plan, backbone="embedded:lite2"), datasets, progress)
 
 
-def stages(plan: Plan, progress: Progress) -> list[Row]:
-    """The same network with its last stages trained on the data, so that not all is a linear probe."""
-    return another(replace(plan, classifier_recipe="stages"), plan.available(FINE)[:1], progress)
+def stages(plan: Plan, progress: Progress) -> list[BenchRow]:
+    """The same network with its last stages trained on the data, instead of a linear probe."""
+    datasets = plan.available(FINE_DATASETS)[:1]
+    return other_classifier(replace(plan, classifier_recipe="stages"), datasets, progress)
 
 
-def vgg16(plan: Plan, progress: Progress) -> list[Row]:
+def vgg16(plan: Plan, progress: Progress) -> list[BenchRow]:
     """The paper's own network with its published convolutions."""
     if world_size() > 1:
-        raise DataError("vgg16 is trained in one process: start it without torchrun.")
-    return another(replace(plan, backbone=VGG), plan.available(FINE)[:1], progress)
+        raise ConfigError("vgg16 is trained in one process: start it without torchrun.")
+    return other_classifier(replace(plan, backbone=VGG), plan.available(FINE_DATASETS)[:1], progress)
 
 
-# What makes each table, and the data sets of which it takes those that are there.
-TABLES: dict[str, tuple[Callable[[Plan, Progress], list[Row]], tuple[str, ...]]] = {
-    "table1": (table1, FINE),
-    "table2": (table2, DATASETS),
-    "nwc": (nwc, DATASETS),
-    "pos-weight": (pos_weight, (*FINE, "ilsvrc")),
-    "sources": (sources, FINE),
-    "lite2": (lite2, (*FINE, "pets")),
-    "stages": (stages, FINE),
-    "vgg16": (vgg16, FINE),
-}
+def other_classifier(plan: Plan, datasets: Sequence[str], progress: Progress) -> list[BenchRow]:
+    """Fidelity and localisation of another classifier, on fewer images and without zoom."""
+    few = plan.fidelity_images and min(plan.fidelity_images, OTHER_FIDELITY_IMAGES)
+    plan = replace(plan, localization_images=plan.ablation_images, fidelity_images=few, zoom=1.0)
+    rows = list[BenchRow]()
+    for dataset in datasets:
+        net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
+        if dataset in FINE_DATASETS:
+            rows += fidelity_rows(plan, net, dataset, progress)
+        rows += localization_rows(plan, net, dataset, progress)
+    return rows
 
 
-ALL = ("table1", "table2", "nwc", "pos-weight", "sources")  # what "all" makes, besides overhead and figures
+def fidelity_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progress) -> list[BenchRow]:
+    """How much confidence masked images keep."""
+    settings = VARIANTS | {"methods": methods_for(net), "metrics": FIDELITY, "scorers": ("softmax", "branch")}
+    samples = plan.samples(dataset, "test", plan.fidelity_images)
+    name = f"confidence-{plan.slug}-{dataset}"
+    return evaluate_rows(plan, name, net, dataset, samples, progress, **settings)
 
 
-BRANCHES: Any = ("softmax", "centred", "sigmoid")
+def localization_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progress) -> list[BenchRow]:
+    """How well maps locate objects, and the head's logit shift."""
+    rows, shift = list[BenchRow](), logit_shift(net)
+    samples = plan.samples(dataset, "test", plan.localization_images)
+    for zoom in dict.fromkeys((1.0, plan.zoom)):
+        settings = VARIANTS | {"methods": methods_for(net)[: 2 if zoom == 1 else 1], "zoom": zoom}
+        settings |= {"metrics": localization_metrics(dataset)}
+        name = f"locating-{plan.slug}-{dataset}-x{zoom:g}"
+        zoom_rows = evaluate_rows(plan, name, net, dataset, samples, progress, **settings)
+        rows += [row | {"shift": shift} for row in zoom_rows]
+    return rows
 
 
-LOCATING = ("max_box_acc_v2", "gt_known_loc", "top1_loc", "top1_cls")
+def methods_for(net: DualBranch) -> tuple[str, ...]:
+    """Return the paper's methods that the network's head allows."""
+    return tuple(name for name in PAPER_METHODS if net.linear or METHODS[name].needs != "linear")
 
 
-FEWEST = 100  # of these, where confidence is measured
+def localization_metrics(dataset: str) -> tuple[str, ...]:
+    """Return the metrics of localisation: by pixels for data sets with masks, else by boxes."""
+    if dataset in MASKED_DATASETS:
+        return "pxap", "top1_cls"
+    return (*BOX_METRICS, *FIRST_BOX) if dataset == "ilsvrc" else BOX_METRICS
+
+
+def _check_annotations(plan: Plan, dataset: str) -> None:
+    """Raise DataError, before any work, if the data set has no boxes or masks to measure by."""
+    kind, field = ("masks", "open_mask") if dataset in MASKED_DATASETS else ("boxes", "boxes")
+    if all(getattr(sample, field) is None for sample in plan.samples(dataset, "test", None)):
+        raise DataError(f"{plan.data / dataset} has no {kind} to measure maps by: add them, or leave it out.")

