@@ -7,7 +7,7 @@ from PIL import Image
 
 from sigcam.drawing.overlay import (
     HEAT,
-    NARROWEST,
+    MIN_WIDTH,
     PAPER,
     SIGNED,
     _fitted,
@@ -83,7 +83,7 @@ def ink(picture: Image.Image) -> np.ndarray:
 
 
 @pytest.mark.parametrize("peak", [None, 0.0, 3.14159, 0.000123, 98765.4])
-@pytest.mark.parametrize("width", [NARROWEST, 224, 448])
+@pytest.mark.parametrize("width", [MIN_WIDTH, 224, 448])
 def test_a_colour_bar_shows_both_ends_and_its_numbers_are_apart_and_not_clipped(peak, width):
     bar = colour_bar(width, peak)
     first, last = (HEAT[0], HEAT[-1]) if peak is None else (SIGNED[0], SIGNED[-1])
@@ -113,7 +113,7 @@ def test_a_picture_too_small_to_be_written_under_is_enlarged_whole():
     picture = Image.new("RGB", (7, 5), "blue")
     picture.putpixel((6, 4), (255, 0, 0))
     page = with_strips(picture, legend=True, peak=2.0)
-    assert page.width == 203 and page.width >= NARROWEST
+    assert page.width == 203 and page.width >= MIN_WIDTH
     assert page.getpixel((202, 144)) == (255, 0, 0) and page.getpixel((0, 0)) == (0, 0, 255)
 
 

@@ -29,9 +29,7 @@ class Peak(ImageMetric):
     """Mean column of the highest pixel, as a share of the width. Lower is better."""
 
     higher_is_better = False
-
-    def __init__(self, *, intervals: bool = False) -> None:
-        super().__init__(dtype=torch.float64, intervals=intervals)
+    value_dtype = torch.float64
 
     def update(self, maps: Tensor, ids: Any = None) -> None:
         self.add((maps.flatten(1).argmax(1) % maps.shape[2]).double() / maps.shape[2], ids)
@@ -53,20 +51,14 @@ class Plain(Metric):
         return {"plain_share": self.largest, "plain_percent": 100 * self.largest}
 
 
-def add_peak(metric: Peak, batch: BatchRecord, _: str | None) -> None:
-    assert batch.maps is not None
-    metric.update(batch.maps, ids=batch.ids)
-
-
-def add_plain(metric: Plain, batch: BatchRecord, _: str | None) -> None:
-    assert batch.maps is not None
-    metric.update(batch.maps)
+def maps_of(batch: BatchRecord, _: str | None) -> tuple[Any, ...]:
+    return (batch.maps,)
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = MetricSpec(Peak, add_peak, title="Peak column")
-    plain = MetricSpec(Plain, add_plain, measured="on request", numbers=("plain_share", "plain_percent"))
+    mine = MetricSpec(Peak, maps_of, title="Peak column")
+    plain = MetricSpec(Plain, maps_of, measured="on request", numbers=("plain_share", "plain_percent"))
     monkeypatch.setitem(METRICS, "mine", mine)
     monkeypatch.setitem(METRICS, "plain", plain)
 

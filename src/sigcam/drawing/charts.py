@@ -1,14 +1,14 @@
-"""Line charts as inline SVG: text stays text, and colours are the page's, light or dark."""
+"""Line charts as inline SVG, coloured by the style sheet of the page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 420, 270
-LEFT, TOP, RIGHT, BOTTOM = 40, 26, 12, 40  # around the plot: numbers, the names of the axes
-STYLES = ("", "7 3", "2 3", "10 3 2 3", "5 5", "1 4")  # dashes: lines are told apart without their colours
+LEFT, TOP, RIGHT, BOTTOM = 40, 26, 12, 40  # margins for the axes' numbers and names
+STYLES = ("", "7 3", "2 3", "10 3 2 3", "5 5", "1 4")  # dashes, so that lines differ without their colours
 
 Point = tuple[float, float]
 Range = tuple[float, float]
@@ -19,9 +19,9 @@ class Line:
     """A line of a chart.
 
     Args:
-        points: x and y, in the order they are joined.
-        dots: x, y and radius of marks on it.
-        faint: the dots are what counts.
+        points: (x, y) pairs, joined in this order.
+        dots: (x, y, radius) of marks on the line.
+        faint: draw the line faintly and the dots in full.
     """
 
     name: str
@@ -41,55 +41,56 @@ def line_chart(
     rule: float | None = None,
     diagonal: bool = False,
 ) -> str:
-    """An HTML figure: the title, the chart, and the names of its lines.
+    """An HTML figure with title, chart and legend.
 
     Args:
-        rule: a vertical line at this x.
-        diagonal: a line from corner to corner.
+        rule: x of a vertical dashed line.
+        diagonal: draw a dashed line from corner to corner.
     """
 
     def at(x: float, y: float) -> Point:
-        across, up = (
-            (x - x_range[0]) / (x_range[1] - x_range[0]),
-            (y - y_range[0]) / (y_range[1] - y_range[0]),
-        )
-        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
+        right = (x - x_range[0]) / (x_range[1] - x_range[0])
+        up = (y - y_range[0]) / (y_range[1] - y_range[0])
+        return LEFT + right * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
-    drawn = [*_axes(at, x_range, y_range, x_name, y_name)]
+    parts = _axes(at, x_range, y_range, x_name, y_name)
     if diagonal:
-        drawn.append(_path([at(x_range[0], y_range[0]), at(x_range[1], y_range[1])], "rule"))
+        parts.append(_path([at(x_range[0], y_range[0]), at(x_range[1], y_range[1])], "rule"))
     if rule is not None:
-        drawn.append(_path([at(rule, y_range[0]), at(rule, y_range[1])], "rule"))
+        parts.append(_path([at(rule, y_range[0]), at(rule, y_range[1])], "rule"))
     for number, line in enumerate(lines):
-        style = f"line s{number % len(STYLES)}" + " faint" * line.faint
-        drawn.append(_path([at(*point) for point in line.points], style, STYLES[number % len(STYLES)]))
+        index = number % len(STYLES)
+        points, style = [at(*point) for point in line.points], f"line s{index}" + " faint" * line.faint
+        parts.append(_path(points, style, STYLES[index]))
         for x, y, radius in line.dots:
             u, v = at(x, y)
-            drawn.append(
-                f'<circle class="dot s{number % len(STYLES)}" cx="{u:.1f}" cy="{v:.1f}" r="{radius:.1f}"/>'
-            )
-    said = f"{title}: {y_name} against {x_name}, of {', '.join(line.name for line in lines)}"
-    names = "".join(f"<li>{_sample(number)}{escape(line.name)}</li>" for number, line in enumerate(lines))
-    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(said)}">{"".join(drawn)}</svg>'
-    shown = f'<figcaption>{escape(title)}</figcaption>{svg}<ul class="key">{names}</ul>'
-    return f'<figure class="chart">{shown}</figure>'
+            parts.append(f'<circle class="dot s{index}" cx="{u:.1f}" cy="{v:.1f}" r="{radius:.1f}"/>')
+    description = f"{title}: {y_name} against {x_name}, of {', '.join(line.name for line in lines)}"
+    names = "".join(
+        f"<li>{_legend_line(number)}{escape(line.name)}</li>" for number, line in enumerate(lines)
+    )
+    label = f'role="img" aria-label="{escape(description)}"'
+    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" {label}>{"".join(parts)}</svg>'
+    content = f'<figcaption>{escape(title)}</figcaption>{svg}<ul class="key">{names}</ul>'
+    return f'<figure class="chart">{content}</figure>'
 
 
-def _axes(at: object, x_range: Range, y_range: Range, x_name: str, y_name: str) -> list[str]:
-    """Grid lines with their numbers, five steps each way, and the names of the axes."""
-    assert callable(at)
-    drawn = list[str]()
+def _axes(
+    at: Callable[[float, float], Point], x_range: Range, y_range: Range, x_name: str, y_name: str
+) -> list[str]:
+    """Grid lines with numbers, five steps each way, and the names of the axes."""
+    parts = list[str]()
     for step in range(6):
         x = x_range[0] + step / 5 * (x_range[1] - x_range[0])
         y = y_range[0] + step / 5 * (y_range[1] - y_range[0])
-        drawn.append(_path([at(x, y_range[0]), at(x, y_range[1])], "grid"))
-        drawn.append(_path([at(x_range[0], y), at(x_range[1], y)], "grid"))
+        parts.append(_path([at(x, y_range[0]), at(x, y_range[1])], "grid"))
+        parts.append(_path([at(x_range[0], y), at(x_range[1], y)], "grid"))
         u, v = at(x, y_range[0])[0], at(x_range[0], y)[1]
-        drawn.append(f'<text x="{u:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x:g}</text>')
-        drawn.append(f'<text x="{LEFT - 6}" y="{v + 4:.1f}" text-anchor="end">{y:g}</text>')
-    drawn.append(f'<text x="2" y="13">{escape(y_name)}</text>')
-    drawn.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 5}" text-anchor="end">{escape(x_name)}</text>')
-    return drawn
+        parts.append(f'<text x="{u:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x:g}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{v + 4:.1f}" text-anchor="end">{y:g}</text>')
+    parts.append(f'<text x="2" y="13">{escape(y_name)}</text>')
+    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 5}" text-anchor="end">{escape(x_name)}</text>')
+    return parts
 
 
 def _path(points: Sequence[Point], style: str, dashes: str = "") -> str:
@@ -97,8 +98,8 @@ def _path(points: Sequence[Point], style: str, dashes: str = "") -> str:
     return f'<path class="{style}" d="{steps}"' + (f' stroke-dasharray="{dashes}"/>' if dashes else "/>")
 
 
-def _sample(number: int) -> str:
-    """A short piece of the line, for its name."""
+def _legend_line(number: int) -> str:
+    """A short piece of the line, for the legend."""
     style = f"line s{number % len(STYLES)}"
     line = _path([(0, 5), (28, 5)], style, STYLES[number % len(STYLES)])
     return f'<svg viewBox="0 0 28 10" width="28" height="10" aria-hidden="true">{line}</svg>'

@@ -1,5 +1,5 @@
-"""Pictures: maps as colours with a legend, overlays, boxes, contours, captions, labelled grids. Images are
-PIL, maps are (H, W) tensors."""
+"""Drawing on images: coloured maps, overlays, boxes, outlines, captions, legends, grids. Images are PIL, maps
+(H, W) tensors."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from torch import Tensor
 
 from sigcam.metrics.boxes import foreground
 
-# Anchor colours, evenly spaced and interpolated: lightness rises steadily in the first,
-# and is highest at zero in the second.
+# Evenly spaced colours to interpolate: lightness rises steadily in HEAT and peaks at zero in SIGNED.
 HEAT = ("000004", "1b0c41", "4a0c6b", "781c6d", "a52c60", "cf4446", "ed6925", "fb9b06", "f7d13d", "fcffa4")
 SIGNED = ("2a4b9b", "5a7fc4", "98b6de", "d3dff0", "f7f7f7", "f6d9cc", "e8a48c", "c9604f", "9c1f2e")
 INK, PAPER = (28, 28, 30), (255, 255, 255)
-NARROWEST = 200  # pixels that a colour bar's numbers need
+MIN_WIDTH = 200  # pixels that the numbers of a colour bar need
 
 
 def colours(values: Tensor, *, signed: bool = False, peak: float | None = None) -> Image.Image:
-    """A map as colours: [0, 1] from dark to bright; signed, zero is white and `peak` a full colour, by
-    default the largest size."""
+    """A map as colours: [0, 1] from dark to bright; a signed map is white at zero and has full colour at
+    ± `peak`, by default its largest absolute value."""
     array = values.detach().float().cpu().numpy()
     if signed:
         array = (array / (peak or largest(values) or 1.0) + 1) / 2
@@ -38,18 +37,17 @@ def colours(values: Tensor, *, signed: bool = False, peak: float | None = None) 
 
 
 def largest(values: Tensor) -> float:
-    """The largest size in a signed map, where its colours end."""
+    """The largest absolute value of a signed map, where its colours end."""
     return float(values.detach().float().abs().max())
 
 
 def gradient(*, signed: bool = False) -> str:
-    """The same colours from the lowest value to the highest, as a CSS background."""
+    """The colours from the lowest value to the highest, as a CSS background."""
     return f"linear-gradient(to right, {', '.join(f'#{code}' for code in (SIGNED if signed else HEAT))})"
 
 
 def ends(peak: float | None) -> tuple[str, str, str]:
-    """What is written below the left end, the middle and the right end of a colour bar: 0 to 1, or for a
-    signed map that ends at `peak`, logits."""
+    """Labels of a colour bar: left, middle, right; in logits for a signed map that ends at `peak`."""
     if peak is None:
         return "0", "of this map's range", "1"
     return (f"-{peak:.3g}", "0 logits", f"+{peak:.3g}") if peak else ("", "0 logits", "")
@@ -58,22 +56,20 @@ def ends(peak: float | None) -> tuple[str, str, str]:
 def overlay(
     image: Image.Image, values: Tensor, *, signed: bool = False, peak: float | None = None
 ) -> Image.Image:
-    """The picture with its map on it: opaque where the map is strong, the picture itself where it is zero."""
+    """The image with its map on it: opaque where the map is strong, transparent where it is zero."""
     size = (values.shape[1], values.shape[0])
     base = np.asarray(image.convert("RGB").resize(size, Image.Resampling.BILINEAR), dtype=float)
     strength: NDArray[Any] = values.detach().float().abs().cpu().numpy()
     strength = np.clip(strength / (peak or strength.max() or 1.0) if signed else strength, 0, 1)
     alpha = (0.75 * strength)[..., None]
-    grey = (
-        base.mean(2, keepdims=True) * 0.5 + base * 0.5
-    )  # half the colour gone, so that the map's own is read
+    grey = (base.mean(2, keepdims=True) + base) / 2  # half the colour, so that the map's stands out
     coloured = np.asarray(colours(values, signed=signed, peak=peak), dtype=float)
     mixed = grey * (1 - alpha) + coloured * alpha
     return Image.fromarray(mixed.round().clip(0, 255).astype(np.uint8))
 
 
 def with_boxes(image: Image.Image, boxes: Sequence[Sequence[float]], colour: str = "#00c853") -> Image.Image:
-    """The picture with xyxy boxes, drawn with a dark edge so that they are seen on any ground."""
+    """The image with xyxy boxes, drawn with a dark edge so that they show on any background."""
     image = image.copy()
     pen = ImageDraw.Draw(image)
     width = max(2, image.width // 110)
@@ -85,25 +81,23 @@ def with_boxes(image: Image.Image, boxes: Sequence[Sequence[float]], colour: str
 
 
 def with_outline(image: Image.Image, mask: NDArray[np.uint8], colour: str = "#ffeb3b") -> Image.Image:
-    """The picture with the border of the mask's object (value 1) drawn on it."""
-    inside = (
-        np.asarray(Image.fromarray((mask == 1).astype(np.uint8)).resize(image.size, Image.Resampling.NEAREST))
-        > 0
-    )
+    """The image with the border of the mask's object (value 1) drawn on it."""
+    resized = Image.fromarray((mask == 1).astype(np.uint8)).resize(image.size, Image.Resampling.NEAREST)
+    inside = np.asarray(resized) > 0
     padded = np.pad(inside, 2)
-    everywhere = np.ones_like(inside)
+    interior = np.ones_like(inside)
     for dy in range(5):
         for dx in range(5):
-            everywhere &= padded[dy : dy + inside.shape[0], dx : dx + inside.shape[1]]
+            interior &= padded[dy : dy + inside.shape[0], dx : dx + inside.shape[1]]
     drawn = np.asarray(image.convert("RGB")).copy()
-    drawn[inside & ~everywhere] = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    drawn[inside & ~interior] = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return Image.fromarray(drawn)
 
 
 def with_contour(
     image: Image.Image, values: Tensor, threshold: float, colour: str = "#00e5ff"
 ) -> Image.Image:
-    """The picture with the outline of what is above `threshold` of a unit map's peak, as boxes are cut."""
+    """The image with the outline of the pixels above `threshold` of a unit map's peak."""
     inside = foreground(values[None], threshold)[0].cpu().numpy()
     return with_outline(image, inside.astype(np.uint8), colour)
 
@@ -111,15 +105,15 @@ def with_contour(
 def with_strips(
     image: Image.Image, *, caption: str = "", legend: bool = False, peak: float | None = None
 ) -> Image.Image:
-    """The picture, enlarged if it is too small to be written under, with a caption and a colour bar below.
+    """The image, enlarged if it is too narrow for text, with a caption and a colour bar below.
 
     Args:
-        peak: the bar is of a signed map that ends at this many logits; None: of a unit map.
+        peak: largest absolute value, in logits, of a signed map; None for a unit map.
     """
-    factor = -(-NARROWEST // image.width) if image.width < NARROWEST else 1
+    factor = -(-MIN_WIDTH // image.width) if image.width < MIN_WIDTH else 1
     size = (image.width * factor, image.height * factor)
     parts = [image.convert("RGB").resize(size, Image.Resampling.NEAREST)]
-    parts += [_caption(caption, size[0])] if caption else []
+    parts += [_caption_strip(caption, size[0])] if caption else []
     parts += [colour_bar(size[0], peak)] if legend else []
     page = Image.new("RGB", (size[0], sum(part.height for part in parts)), PAPER)
     top = 0
@@ -130,8 +124,7 @@ def with_strips(
 
 
 def colour_bar(width: int, peak: float | None = None) -> Image.Image:
-    """The colours of a map from its lowest value to its highest, and the numbers below: of a signed map
-    that ends at `peak`, in logits."""
+    """A colour bar with its labels; in logits for a signed map that ends at `peak`."""
     edge, face = 8, font(12)
     bar = Image.new("RGB", (width, 40), PAPER)
     ramp = torch.linspace(0 if peak is None else -1, 1, width - 2 * edge).expand(12, -1)
@@ -142,11 +135,11 @@ def colour_bar(width: int, peak: float | None = None) -> Image.Image:
     return bar
 
 
-def _caption(text: str, width: int) -> Image.Image:
-    """Lines of text in a strip of this width."""
+def _caption_strip(text: str, width: int) -> Image.Image:
+    """A strip of this width with lines of text."""
     edge, face = 8, font(14)
     strip = Image.new("RGB", (width, 12 + 20 * (text.count("\n") + 1)), PAPER)
-    for number, line in enumerate(_fitted(text, face, width - 2 * edge).split("\n")):
+    for number, line in enumerate(_truncate(text, face, width - 2 * edge).split("\n")):
         ImageDraw.Draw(strip).text((edge, 6 + 20 * number), line, INK, face)
     return strip
 
@@ -159,7 +152,7 @@ def grid(
     title: str = "",
     cell: int = 224,
 ) -> Image.Image:
-    """Pictures in rows under column headings, each with a caption below, on white."""
+    """Images in rows under column headings, each with a caption below, on white."""
     gap, heading, text = 14, font(17, bold=True), font(14)
     depth = max((c.count("\n") + 1 for row in captions or [] for c in row if c), default=0)
     top = (44 if title else 0) + gap + 26 * (max(c.count("\n") for c in columns) + 1)
@@ -167,30 +160,28 @@ def grid(
     page = Image.new("RGB", (gap + (cell + gap) * len(columns), top + step * len(rows)), PAPER)
     pen = ImageDraw.Draw(page)
     if title:
-        pen.text(
-            (gap, 14), _fitted(title, font(20, bold=True), page.width - 2 * gap), INK, font(20, bold=True)
-        )
+        face = font(20, bold=True)
+        pen.text((gap, 14), _truncate(title, face, page.width - 2 * gap), INK, face)
     for column, name in enumerate(columns):
         middle = gap + column * (cell + gap) + cell // 2
-        pen.text((middle, top - 8), _fitted(name, heading, cell), INK, heading, anchor="md", align="center")
+        pen.text((middle, top - 8), _truncate(name, heading, cell), INK, heading, anchor="md", align="center")
     for r, row in enumerate(rows):
-        for c, picture in enumerate(row):
+        for c, image in enumerate(row):
             x, y = gap + c * (cell + gap), top + r * step
-            page.paste(picture.convert("RGB").resize((cell, cell), Image.Resampling.BILINEAR), (x, y))
+            page.paste(image.convert("RGB").resize((cell, cell), Image.Resampling.BILINEAR), (x, y))
             if captions and captions[r][c]:
-                pen.multiline_text(
-                    (x, y + cell + 3), _fitted(captions[r][c], text, cell), INK, text, spacing=3
-                )
+                lines = _truncate(captions[r][c], text, cell)
+                pen.multiline_text((x, y + cell + 3), lines, INK, text, spacing=3)
     return page
 
 
 def font(size: int, *, bold: bool = False) -> Any:
-    """Pillow's own font; headings are drawn larger instead of bold, which it does not have."""
+    """Pillow's own font, which has no bold: headings are larger instead."""
     return ImageFont.load_default(size + (1 if bold else 0))
 
 
-def _fitted(text: str, face: Any, width: int) -> str:
-    """Each line cut with an ellipsis so that it fits the width."""
+def _truncate(text: str, face: Any, width: int) -> str:
+    """Each line shortened with an ellipsis to fit the width."""
     lines = []
     for line in text.split("\n"):
         cut = line

@@ -63,7 +63,8 @@ class MetricSpec:
 
     Args:
         make: a `torchmetrics.Metric` class, or a partial of one; an `ImageMetric` also has intervals.
-        update: called with the metric, a batch and the scorer (None unless `uses` is "scores").
+        inputs: returns the arguments of the metric's `update` for a batch and a scorer (None unless `uses` is
+            "scores"); an `ImageMetric` is also given `ids`.
         needs: what the metric cannot be measured without.
         uses: the part of `BatchRecord` that must be computed; "correct" is measured once, without maps.
         measured: whether it is measured if no metrics are named.
@@ -73,7 +74,7 @@ class MetricSpec:
     """
 
     make: Callable[..., Any]
-    update: Callable[[Any, BatchRecord, str | None], None]
+    inputs: Callable[[BatchRecord, Any], tuple[Any, ...]]
     needs: tuple[Need, ...] = ()
     uses: Literal["maps", "predicted_maps", "scores", "curves", "correct"] = "maps"
     measured: Literal["always", "with several boxes", "on request"] = "always"
@@ -96,41 +97,23 @@ class MetricSpec:
         keeps_rows = isinstance(self.metric_class, type) and issubclass(self.metric_class, ImageMetric)
         return self.make(intervals=intervals) if keeps_rows else self.make()
 
-
-def _maps_and_boxes(metric: Any, batch: BatchRecord, _: str | None) -> None:
-    metric.update(batch.maps, batch.boxes, ids=batch.ids)
-
-
-def _maps_boxes_and_top(k: int, metric: Any, batch: BatchRecord, _: str | None) -> None:
-    metric.update(batch.maps, batch.boxes, batch.correct[k], ids=batch.ids)
+    def update(self, metric: Any, batch: BatchRecord, scorer: str | None) -> None:
+        """Update a metric with a batch."""
+        ids = {"ids": batch.ids} if isinstance(metric, ImageMetric) else {}
+        metric.update(*self.inputs(batch, scorer), **ids)
 
 
-def _maps_and_masks(metric: Any, batch: BatchRecord, _: str | None) -> None:
-    metric.update(batch.maps, batch.masks, ids=batch.ids)
-
-
-def _top1(metric: Any, batch: BatchRecord, _: str | None) -> None:
-    metric.update(batch.correct[1], ids=batch.ids)
-
-
-def _scores(metric: Any, batch: BatchRecord, scorer: str | None) -> None:
-    metric.update(*batch.scores[scorer or "softmax"], ids=batch.ids)
-
-
-def _any_maps(metric: Any, batch: BatchRecord, _: str | None) -> None:
-    metric.update(batch.maps if batch.predicted_maps is None else batch.predicted_maps, ids=batch.ids)
-
-
-def _curve(index: int, metric: Any, batch: BatchRecord, _: str | None) -> None:
-    metric.update(batch.curves[index], ids=batch.ids)
-
-
-_boxed = partial(MetricSpec, update=_maps_and_boxes, needs=("boxes",))
-_boxed_top1 = partial(
-    MetricSpec, update=partial(_maps_boxes_and_top, 1), needs=("boxes", "labels", "a network")
+_boxed = partial(MetricSpec, inputs=lambda batch, _: (batch.maps, batch.boxes), needs=("boxes",))
+_boxed_correct = partial(MetricSpec, needs=("boxes", "labels", "a network"))
+_scored = partial(
+    MetricSpec, inputs=lambda batch, scorer: batch.scores[scorer], needs=("a network",), uses="scores"
 )
-_scored = partial(MetricSpec, update=_scores, needs=("a network",), uses="scores")
 _on_curve = partial(MetricSpec, needs=("a network",), uses="curves", measured="on request")
+
+
+def _top(k: int) -> Callable[[BatchRecord, Any], tuple[Any, ...]]:
+    return lambda batch, _: (batch.maps, batch.boxes, batch.correct[k])
+
 
 METRICS: dict[str, MetricSpec] = {
     "max_box_acc_v2": _boxed(
@@ -139,18 +122,22 @@ METRICS: dict[str, MetricSpec] = {
     "max_box_acc": _boxed(MaxBoxAcc, measured="on request"),
     "gt_known_loc": _boxed(GTKnownLoc),
     "gt_known_loc_first": _boxed(partial(GTKnownLoc, boxes="first"), measured="with several boxes"),
-    "top1_loc": _boxed_top1(Top1Loc),
-    "top1_loc_first": _boxed_top1(partial(Top1Loc, boxes="first"), measured="with several boxes"),
-    "top5_loc": _boxed_top1(Top5Loc, update=partial(_maps_boxes_and_top, 5), measured="on request"),
-    "pxap": MetricSpec(PxAP, _maps_and_masks, ("masks",)),
+    "top1_loc": _boxed_correct(Top1Loc, _top(1)),
+    "top1_loc_first": _boxed_correct(partial(Top1Loc, boxes="first"), _top(1), measured="with several boxes"),
+    "top5_loc": _boxed_correct(Top5Loc, _top(5), measured="on request"),
+    "pxap": MetricSpec(PxAP, lambda batch, _: (batch.maps, batch.masks), ("masks",)),
     "pointing_game": _boxed(PointingGame),
     "energy_in_box": _boxed(EnergyInBox),
-    "top1_cls": MetricSpec(Top1Cls, _top1, ("labels", "a network"), "correct"),
+    "top1_cls": MetricSpec(Top1Cls, lambda batch, _: (batch.correct[1],), ("labels", "a network"), "correct"),
     "average_drop": _scored(AverageDrop),
     "increase_in_confidence": _scored(IncreaseInConfidence),
-    "mean_map": MetricSpec(MeanMap, _any_maps, uses="predicted_maps"),
-    "insertion": _on_curve(Insertion, update=partial(_curve, 0)),
-    "deletion": _on_curve(Deletion, update=partial(_curve, 1)),
+    "mean_map": MetricSpec(
+        MeanMap,
+        lambda batch, _: (batch.maps if batch.predicted_maps is None else batch.predicted_maps,),
+        uses="predicted_maps",
+    ),
+    "insertion": _on_curve(Insertion, lambda batch, _: batch.curves[:1]),
+    "deletion": _on_curve(Deletion, lambda batch, _: batch.curves[1:]),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -27,14 +27,16 @@ _BITS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
 
 class ImageMetric(Metric):
     """Base class for metrics: sums over images that merge across shards and ranks and, for intervals, one
-    compact row per image.
+    compact row per image. A subclass sets the shape and type of one image's values: bool or int32 are summed
+    as int64 `counts`, float64 as `sums`.
 
     Args:
-        shape: shape of one image's values.
-        dtype: their type: bool or int32, summed as int64 `counts`, or float64, summed as `sums`.
         setting: suffix that identifies the options which change what is counted.
         intervals: keep the packed values and a 16-byte key of each image, which `sigcam.bootstrap` needs.
     """
+
+    value_shape: ClassVar[tuple[int, ...]] = ()
+    value_dtype: ClassVar[torch.dtype] = torch.bool
 
     is_differentiable = False
     full_state_update = False
@@ -45,16 +47,9 @@ class ImageMetric(Metric):
     rows: list[Tensor]
     keys: list[Tensor]
 
-    def __init__(
-        self,
-        *,
-        shape: tuple[int, ...] = (),
-        dtype: torch.dtype = torch.bool,
-        setting: str = "",
-        intervals: bool = False,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *, intervals: bool = False, setting: str = "", **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        shape, dtype = self.value_shape, self.value_dtype
         self.intervals, self._empty = intervals, torch.zeros((0, *shape), dtype=dtype)
         total = torch.zeros(shape, dtype=dtype if dtype.is_floating_point else torch.int64)
         self._total = "sums" if dtype.is_floating_point else "counts"
@@ -68,6 +63,11 @@ class ImageMetric(Metric):
             self.add_state("rows", [], dist_reduce_fx="cat")
             self.add_state("keys", [], dist_reduce_fx="cat")
             self._start_rows()
+
+    def check_maps(self, maps: Tensor, ids: Ids) -> tuple[Tensor, list[Any]]:
+        """The (B, H, W) maps on this metric's device, and a name for each image."""
+        names = image_names(maps, ids, self.images)
+        return unit(maps, "B, H, W", "maps", names, self.device), names
 
     def add(self, values: Tensor, ids: Ids) -> None:
         """Add a batch of checked values, (B, *shape)."""
@@ -151,9 +151,8 @@ class ImageMetric(Metric):
 class BoxAccuracy(ImageMetric):
     """Base class for the share of images with a box at IoU 0.3, 0.5, 0.7 and each of 1001 thresholds."""
 
-    def __init__(self, *, intervals: bool = False, **kwargs: Any) -> None:
-        super().__init__(shape=(len(IOUS), len(THRESHOLDS)), intervals=intervals, **kwargs)
-        self.chosen: Tensor | None = None
+    value_shape = (len(IOUS), len(THRESHOLDS))
+    chosen: Tensor | None = None  # index of the threshold to compute at; None for the best
 
     def accuracies(self, counts: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
         """Percent of images and the threshold, both (..., 3), for counts (..., 3, T): at the best threshold

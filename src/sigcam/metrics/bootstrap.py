@@ -1,8 +1,12 @@
-"""How far a number may be off: percentile bootstrap over images, for a metric or a minus b."""
+"""Percentile bootstrap over images: intervals of a metric, or of the difference of two."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from operator import sub
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +19,7 @@ _CHUNK = 1024  # images unpacked at a time
 
 @dataclass(frozen=True)
 class Interval:
-    """A result over all images, and the quantiles of the same over resampled images."""
+    """A value over all images, and quantiles of the same over resampled images."""
 
     value: float
     low: float
@@ -29,52 +33,59 @@ Intervals = Interval | dict[str, Interval]
 
 
 def interval(metric: ImageMetric, *, level: float = 0.95, resamples: int = 1000, seed: int = 0) -> Intervals:
-    """The interval of each number that `metric.compute()` gives, in the same form: one, or a dict of them.
+    """The interval of each number that `metric.compute()` returns, in the same form: one, or a dict.
 
-    Images are drawn with replacement; a best threshold is chosen anew in every resample. The ends are the
-    percentiles of the resampled results. Named images give the same interval in any order and sharding.
+    Images are drawn with replacement; a best threshold is chosen anew in every resample. Images with ids give
+    the same interval in any order and sharding.
 
     Args:
-        metric: made with `intervals=True`.
-        level: the share of resamples between the ends.
+        metric: created with `intervals=True`.
+        level: share of the resamples between the ends.
     """
-    value = _as_dict(metric.compute())
-    rows, _ = metric.table()
-    drawn = _as_dict(_results(metric, rows, _draws(len(rows), resamples, seed)))
-    return _intervals(value, drawn, level, bare=not isinstance(metric.compute(), dict))
+    value, (rows, _) = metric.compute(), metric.table()
+    resampled = _resampled(metric, rows, _draws(len(rows), resamples, seed))
+    return cast(Intervals, _each(partial(_interval, level), value, resampled))
 
 
 def paired(
     a: ImageMetric, b: ImageMetric, *, level: float = 0.95, resamples: int = 1000, seed: int = 0
 ) -> Intervals:
-    """The interval of a minus b, both resampled with the same draws of the same images.
+    """The interval of a minus b, both over the same resamples of the same images.
 
-    Images are matched by id; without ids, by the order in which they came.
+    Images are matched by id; without ids, by order.
     """
     if type(a) is not type(b):
         raise DataError(
             f"cannot subtract {type(b).__name__} from {type(a).__name__}: use one metric for both."
         )
-    values = _as_dict(a.compute()), _as_dict(b.compute())
+    a.compute(), b.compute()  # raise if there are no images
     (rows_a, keys_a), (rows_b, keys_b) = a.table(), b.table()
     if len(keys_a) != len(keys_b):
         raise DataError(
             f"{len(keys_a)} images against {len(keys_b)}: a pair needs the same images on both sides."
         )
     if not torch.equal(keys_a, keys_b):
-        apart = len(set(map(tuple, keys_a.tolist())) ^ set(map(tuple, keys_b.tolist())))
-        raise DataError(f"{apart} ids occur on one side only: a pair needs the same images on both sides.")
+        unmatched = len(set(map(tuple, keys_a.tolist())) ^ set(map(tuple, keys_b.tolist())))
+        raise DataError(
+            f"{unmatched} ids occur on one side only: a pair needs the same images on both sides."
+        )
     if keys_a.any() and len(keys_a.unique(dim=0)) < len(keys_a):
-        raise DataError("some ids occur more than once, so that pairs are not clear: name each image once.")
+        raise DataError("some ids occur more than once, so images cannot be paired: name each image once.")
     draws = _draws(len(rows_a), resamples, seed)
-    drawn_a, drawn_b = (_as_dict(_results(m, rows, draws)) for m, rows in ((a, rows_a), (b, rows_b)))
-    value = {name: values[0][name] - values[1][name] for name in values[0]}
-    difference = {name: drawn_a[name] - drawn_b[name] for name in drawn_a}
-    return _intervals(value, difference, level, bare=not isinstance(a.compute(), dict))
+    difference = _each(sub, a.compute(), b.compute())
+    resampled = _each(sub, _resampled(a, rows_a, draws), _resampled(b, rows_b, draws))
+    return cast(Intervals, _each(partial(_interval, level), difference, resampled))
+
+
+def _each(function: Callable[..., Any], *values: Value) -> Any:
+    """Apply a function to the values, or to each entry of dicts of values."""
+    if not isinstance(values[0], dict):
+        return function(*values)
+    return {name: function(*(value[name] for value in values)) for name in values[0]}  # type: ignore[index]
 
 
 def _draws(images: int, resamples: int, seed: int) -> Tensor:
-    """How often each image is in each resample, (R, N) int16."""
+    """How often each resample contains each image, (R, N) int16."""
     if resamples < 1:
         raise DataError(f"resamples must be 1 or more, not {resamples}.")
     generator = torch.Generator().manual_seed(seed)
@@ -85,9 +96,9 @@ def _draws(images: int, resamples: int, seed: int) -> Tensor:
     return counts
 
 
-def _results(metric: ImageMetric, rows: Tensor, draws: Tensor) -> Value:
-    """What `metric` gives for each resample, (R,) each: its totals are one matrix product."""
-    different = _different(metric, rows)
+def _resampled(metric: ImageMetric, rows: Tensor, draws: Tensor) -> Value:
+    """The metric's result for each resample, (R,): the totals are one matrix product."""
+    different = _different_columns(metric, rows)
     sums = torch.zeros(len(draws), int(different.sum()), dtype=torch.float64)
     for part, weights in zip(rows.split(_CHUNK), draws.split(_CHUNK, dim=1), strict=True):
         values = metric.unpacked(part)[:, different]
@@ -95,8 +106,8 @@ def _results(metric: ImageMetric, rows: Tensor, draws: Tensor) -> Value:
     return metric.percent(metric.totals(sums[:, different.cumsum(0) - 1]), torch.tensor(draws.shape[1]))
 
 
-def _different(metric: ImageMetric, rows: Tensor) -> Tensor:
-    """Columns that differ from the one before in some image: 1001 thresholds are 256 levels, or fewer."""
+def _different_columns(metric: ImageMetric, rows: Tensor) -> Tensor:
+    """Columns that differ from the one before in some image: 1001 thresholds have at most 256 levels."""
     different = torch.zeros(metric.unpacked(rows[:1]).shape[1], dtype=torch.bool)
     different[0] = True
     for part in rows.split(_CHUNK):
@@ -105,16 +116,9 @@ def _different(metric: ImageMetric, rows: Tensor) -> Tensor:
     return different
 
 
-def _intervals(value: dict[str, Tensor], drawn: dict[str, Tensor], level: float, *, bare: bool) -> Intervals:
+def _interval(level: float, value: Tensor, draws: Tensor) -> Interval:
     if not 0 < level < 1:
         raise DataError(f"level must be between 0 and 1, not {level}.")
     ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
-    found = dict[str, Interval]()
-    for name, draws in drawn.items():
-        low, high = draws.double().nanquantile(ends).tolist()  # NaN: a resample without any object pixel
-        found[name] = Interval(float(value[name]), low, high)
-    return found[""] if bare else found
-
-
-def _as_dict(value: Value) -> dict[str, Tensor]:
-    return value if isinstance(value, dict) else {"": value}
+    low, high = draws.double().nanquantile(ends).tolist()  # NaN: a resample without any object pixel
+    return Interval(float(value), low, high)

@@ -1,4 +1,4 @@
-"""The contours of one mask, as OpenCV's findContours lists them with RETR_TREE: boxes, areas, order."""
+"""Contours of a mask: boxes, areas and order of OpenCV's findContours with RETR_TREE."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def contours(mask: Any) -> Any:
     for y in range(height - 2):
         for x in range(width - 2):
             padded[y + 1, x + 1] = mask[y, x]
-    labels = np.zeros((height, width), np.int64)  # 0 is not yet seen, 1 what lies around the map
+    labels = np.zeros((height, width), np.int64)  # 0: not visited, 1: the surroundings of the map
     rows = np.empty((height * width + 1, 5), np.int64)
     parents = np.zeros(height * width + 1, np.int64)
     stack = np.empty((height * width, 2), np.int64)
@@ -26,22 +26,22 @@ def contours(mask: Any) -> Any:
         for x in range(width):
             if labels[y, x] == 0:
                 known += 1
-                parents[known] = labels[y, x - 1] if known > 1 else 0  # left of its first pixel: who holds it
+                parents[known] = labels[y, x - 1] if known > 1 else 0  # region left of its first pixel
                 _flood(padded, y, x, known, labels, rows, stack)
     _add_areas(padded, labels, rows)
     for region in range(known, 1, -1):
-        rows[parents[region], 4] += rows[region, 4]  # a contour holds all that is inside it
-    listed = _listed(parents, known)
-    found = np.empty((len(listed), 5), np.int64)
+        rows[parents[region], 4] += rows[region, 4]  # a contour's area includes everything inside it
+    listed = _opencv_order(parents, known)
+    result = np.empty((len(listed), 5), np.int64)
     for i in range(len(listed)):
         for k in range(5):
-            found[i, k] = rows[listed[i], k]
-    return found
+            result[i, k] = rows[listed[i], k]
+    return result
 
 
 @kernel
 def _flood(padded: Any, y: Any, x: Any, region: Any, labels: Any, rows: Any, stack: Any) -> None:
-    """Labels the region of one pixel and writes its contour's box, in pixels of the map."""
+    """Label the region of a pixel and write its contour's box, in map pixels."""
     above = padded[y, x]
     rows[region, 0] = rows[region, 2] = x
     rows[region, 1] = rows[region, 3] = y
@@ -60,7 +60,7 @@ def _flood(padded: Any, y: Any, x: Any, region: Any, labels: Any, rows: Any, sta
                     labels[b, a] = region
                     stack[depth, 0], stack[depth, 1] = b, a
                     depth += 1
-    grown = 0 if above else 1  # a hole's contour runs through the pixels around it
+    grown = 0 if above else 1  # a hole's contour runs through the surrounding pixels
     for k in range(2):
         rows[region, k] -= 1 + grown
         rows[region, k + 2] -= 1 - grown
@@ -68,7 +68,7 @@ def _flood(padded: Any, y: Any, x: Any, region: Any, labels: Any, rows: Any, sta
 
 @kernel
 def _add_areas(padded: Any, labels: Any, rows: Any) -> None:
-    """Shares out the squares between the centres of each 2x2 pixels, by halves, in favour of those below."""
+    """Add the area of each square between 2x2 pixel centres to the regions in it, by halves."""
     for y in range(len(padded) - 1):
         for x in range(padded.shape[1] - 1):
             above = first = last = 0
@@ -85,8 +85,8 @@ def _add_areas(padded: Any, labels: Any, rows: Any) -> None:
 
 
 @kernel
-def _listed(parents: Any, known: Any) -> Any:
-    """Regions 2 to `known` in OpenCV's order: each before what is inside it, later found before earlier."""
+def _opencv_order(parents: Any, known: Any) -> Any:
+    """Regions 2 to `known` in OpenCV's order: parents before children, later regions before earlier ones."""
     child, sibling = np.zeros(known + 1, np.int64), np.zeros(known + 1, np.int64)
     for region in range(2, known + 1):
         sibling[region], child[parents[region]] = child[parents[region]], region

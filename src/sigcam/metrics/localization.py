@@ -20,7 +20,6 @@ from sigcam.metrics.base import (
     ground_truth,
     image_names,
     object_masks,
-    unit,
 )
 from sigcam.metrics.boxes import THRESHOLDS, Mode, best_ious, box_ious, boxes_at
 
@@ -80,8 +79,7 @@ def _located_at_ious(
     metric: ImageMetric, maps: Tensor, boxes: Sequence[Tensor], ids: Ids, mode: Mode
 ) -> Tensor:
     """Whether each image is located at each IoU and threshold, (B, 3, T) bool."""
-    names = image_names(maps, ids, metric.images)
-    maps = unit(maps, "B, H, W", "maps", names, metric.device)
+    maps, names = metric.check_maps(maps, ids)
     truth, image = ground_truth(boxes, maps, names)
     per_image = list(truth.split(image.bincount(minlength=len(maps)).tolist()))
     ious = best_ious(maps, per_image, mode=mode)  # (B, T)
@@ -106,14 +104,17 @@ class _Located(ImageMetric):
         super().__init__(setting=f"_{boxes}_{threshold:g}_{iou:g}", intervals=intervals, **kwargs)
         self.threshold, self.iou, self.boxes = threshold, iou, boxes
 
-    def _located(self, maps: Tensor, boxes: Sequence[Tensor], names: list[Any]) -> Tensor:
-        maps = unit(maps, "B, H, W", "maps", names, self.device)
+    def _add_located(
+        self, maps: Tensor, boxes: Sequence[Tensor], ids: Ids, correct: Tensor | None = None
+    ) -> None:
+        maps, names = self.check_maps(maps, ids)
         truth, image = ground_truth(boxes, maps, names)
         drawn = [box.cpu() for box in boxes_at(maps, self.threshold, "largest")]
         hits = box_ious(torch.cat([*drawn, truth[:0]])[image], truth) >= self.iou
         if self.boxes == "first":
             hits &= image != F.pad(image, (1, 0), value=-1)[:-1]
-        return _any_hit(hits, image, len(maps))
+        located = _any_hit(hits, image, len(maps))
+        self.add(located if correct is None else located & flags(correct, "correct", names), ids)
 
 
 def _any_hit(hits: Tensor, image: Tensor, images: int) -> Tensor:
@@ -126,27 +127,19 @@ class GTKnownLoc(_Located):
 
     def update(self, maps: Tensor, boxes: Sequence[Tensor], ids: Ids = None) -> None:
         """Add (B, H, W) maps of the true class with one (G, 4) tensor of boxes in map pixels each."""
-        self.add(self._located(maps, boxes, image_names(maps, ids, self.images)), ids)
+        self._add_located(maps, boxes, ids)
 
 
 class Top1Loc(_Located):
     """Images that are located and classified correctly."""
 
     def update(self, maps: Tensor, boxes: Sequence[Tensor], correct: Tensor, ids: Ids = None) -> None:
-        """Add maps as for GTKnownLoc; `correct` (B,): the label is the best class (`in_top`)."""
-        names = image_names(maps, ids, self.images)
-        located = self._located(maps, boxes, names)
-        self.add(located & flags(correct, "correct", names), ids)
+        """Add maps as for GTKnownLoc, with (B,) flags of correctly classified images (`in_top`)."""
+        self._add_located(maps, boxes, ids, correct)
 
 
-class Top5Loc(_Located):
-    """Images located whose label is among the five best classes."""
-
-    def update(self, maps: Tensor, boxes: Sequence[Tensor], correct: Tensor, ids: Ids = None) -> None:
-        """Add maps as for GTKnownLoc; `correct` (B,): the label is among the best five (`in_top`)."""
-        names = image_names(maps, ids, self.images)
-        located = self._located(maps, boxes, names)
-        self.add(located & flags(correct, "correct", names), ids)
+class Top5Loc(Top1Loc):
+    """Images that are located and whose label is among the five best classes."""
 
 
 class Top1Cls(ImageMetric):
@@ -176,13 +169,12 @@ class PxAP(ImageMetric):
     Scores are binned between the thresholds 0, 0.001, ..., 1; the last bin is for 1 itself.
     """
 
-    def __init__(self, *, intervals: bool = False, **kwargs: Any) -> None:
-        super().__init__(shape=(2, len(THRESHOLDS)), dtype=torch.int32, intervals=intervals, **kwargs)
+    value_shape = (2, len(THRESHOLDS))
+    value_dtype = torch.int32
 
     def update(self, maps: Tensor, masks: Tensor | Sequence[Tensor], ids: Ids = None) -> None:
         """Add (B, H, W) maps in [0, 1] with masks of their size: 1 object, 0 background, 255 ignored."""
-        names = image_names(maps, ids, self.images)
-        maps = unit(maps, "B, H, W", "maps", names, self.device)
+        maps, names = self.check_maps(maps, ids)
         kinds = object_masks(masks, maps, names).flatten(1)
         edges = THRESHOLDS.to(maps.device)
         bins = torch.bucketize(maps.flatten(1).double(), edges, right=True) - 1  # float64, as the edges
@@ -219,8 +211,7 @@ class PointingGame(ImageMetric):
 
     def update(self, maps: Tensor, boxes: Sequence[Tensor], ids: Ids = None) -> None:
         """Add (B, H, W) maps in [0, 1] with one (G, 4) tensor of boxes each, the last pixel inside."""
-        names = image_names(maps, ids, self.images)
-        maps = unit(maps, "B, H, W", "maps", names, self.device)
+        maps, names = self.check_maps(maps, ids)
         truth, image = ground_truth(boxes, maps, names)
         peak = maps.flatten(1).argmax(1).cpu()
         point = torch.stack([peak % maps.shape[2], peak // maps.shape[2]], 1)[image]  # x, y
@@ -233,13 +224,11 @@ class EnergyInBox(ImageMetric):
     """Mean share of a map's sum that lies inside the ground-truth boxes (Wang et al., 2020); 0 for a blank
     map. A constant map scores the boxes' share of the image."""
 
-    def __init__(self, *, intervals: bool = False, **kwargs: Any) -> None:
-        super().__init__(dtype=torch.float64, intervals=intervals, **kwargs)
+    value_dtype = torch.float64
 
     def update(self, maps: Tensor, boxes: Sequence[Tensor], ids: Ids = None) -> None:
         """Add (B, H, W) maps in [0, 1] with one (G, 4) tensor of boxes each, the last pixel inside."""
-        names = image_names(maps, ids, self.images)
-        maps = unit(maps, "B, H, W", "maps", names, self.device)
+        maps, names = self.check_maps(maps, ids)
         truth, image = ground_truth(boxes, maps, names)
         inside = torch.zeros(maps.shape, dtype=torch.bool)
         for i, (x0, y0, x1, y1) in zip(image.tolist(), truth.tolist(), strict=True):

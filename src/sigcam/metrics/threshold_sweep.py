@@ -1,13 +1,13 @@
-"""Contours of a grey map at all of its levels: what OpenCV's findContours would return for each (numba).
+"""The best box of a grey map at every level, over the contours that OpenCV's findContours returns (numba).
 
 A contour is the outside of an 8-connected region above a level, or a hole: a 4-connected region at or below
 it that does not reach the frame. Going down the levels, regions above only grow and merge; going up, regions
-below do. So two passes over the pixels in order of level meet every box there is, and a box is compared with
-the ground truth once for all the levels it lives through, not once per level.
+below do. Two passes over the pixels in order of level therefore find every box, and a box is compared with
+the ground truth once for all the levels at which it exists.
 
 What happens at a pixel depends on which of its eight neighbours came before it: one byte, looked up in
-tables. The kernels are plain loops, as slices and array expressions take seconds to compile. Indices are
-unsigned where it counts: a quarter of the time went into looking whether they are negative.
+tables. The kernels are plain loops, since slices and array expressions take seconds to compile. Hot indices
+are unsigned: checking whether they are negative took a quarter of the time.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 LARGEST_SIDE = 4095  # of a map: row, column and the byte of neighbours share 32 bits
-AROUND = ((-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0), (1, 1))  # bit k: (row, column) offset
+NEIGHBOURS = ((-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0), (1, 1))  # bit k: (row, column)
 
 
 def _tables(diagonal: bool) -> tuple[Array, Array]:
-    """Per byte of earlier neighbours: how many regions meet at the pixel, and a neighbour from each."""
+    """Per byte of earlier neighbours: how many regions meet at the pixel, and a neighbour in each."""
     counts, leads = np.zeros(256, np.uint8), np.zeros((256, 4), np.uint8)
     for byte in range(256):
         left = [k for k in range(8) if byte >> k & 1]
         while left:
             group = [left.pop(0)]
-            for k in group:  # grows meanwhile
-                near = [j for j in left if _touch(AROUND[k], AROUND[j], diagonal)]
+            for k in group:  # grows during the loop
+                near = [j for j in left if _adjacent(NEIGHBOURS[k], NEIGHBOURS[j], diagonal)]
                 left = [j for j in left if j not in near]
                 group += near
-            lead = next((k for k in group if diagonal or 0 in AROUND[k]), None)
-            if lead is not None:  # else a lone corner, which is no 4-neighbour
+            lead = next((k for k in group if diagonal or 0 in NEIGHBOURS[k]), None)
+            if lead is not None:  # otherwise a lone corner, which is no 4-neighbour
                 leads[byte, counts[byte]] = lead
                 counts[byte] += 1
     return counts, leads
 
 
-def _touch(one: tuple[int, int], two: tuple[int, int], diagonal: bool) -> bool:
+def _adjacent(one: tuple[int, int], two: tuple[int, int], diagonal: bool) -> bool:
     dy, dx = abs(one[0] - two[0]), abs(one[1] - two[1])
     return max(dy, dx) == 1 if diagonal else dy + dx == 1
 
@@ -60,22 +60,22 @@ HALF_CELLS = _half_cells()
 
 
 def kernel(function: Any) -> Any:
-    """Compiled once and kept on disk; holds no lock, so that threads share a batch."""
+    """Compile with numba, cache on disk, and release the GIL so that threads can share a batch."""
     return njit(cache=True, nogil=True, error_model="numpy")(function)
 
 
-class Judge(NamedTuple):
-    """What boxes are held against: the ground truth (G, 4), and the best IoU so far at each level (256,)."""
+class BestIous(NamedTuple):
+    """The ground truth (G, 4) of a map, and the best IoU with it so far at each level (256,)."""
 
     truth: Any
     best: Any
     height: Any
     width: Any
-    grown: Any  # by how many pixels the boxes of regions are smaller than those of their contours
+    grown: Any  # pixels by which a contour's box is larger than its region's on each side
 
 
 class Regions(NamedTuple):
-    """Every region ever met: whom it merged into, its box (ends inside), from which level it is so."""
+    """All regions: the region each merged into, its box (ends inside), and the level since it has it."""
 
     parents: Any
     boxes: Any
@@ -87,24 +87,24 @@ class Regions(NamedTuple):
 
 @kernel
 def quantise(maps: Any, scale: Any, levels: Any) -> Any:
-    """Fills `levels` with floor(scale * maps) in the precision of both; counts the values not in [0, 1]."""
+    """Fill `levels` with floor(scale * maps) in the precision of both; count the values not in [0, 1]."""
     bad = 0
     for i in range(maps.size):
         bad += not 0 <= maps[i] <= 1
-        levels[i] = np.uint8(np.int32(scale * maps[i]))  # the detour by int32 is vectorised
+        levels[i] = np.uint8(np.int32(scale * maps[i]))  # via int32, which vectorises
     return bad
 
 
 @kernel
 def _compare(levels: Any, codes: Any) -> None:
-    """Per pixel, which neighbours are above it: higher, or as high and later in reading order.
+    """Per pixel, a bit for each neighbour above it: higher, or as high and later in reading order.
 
-    Those come first on the way down; on the way up, exactly the others do. Beyond the frame nothing is above
-    anything, so that all around the map is background."""
+    Those come first on the way down; on the way up, exactly the others do. Nothing beyond the frame is above
+    any pixel, so the surroundings of the map are background."""
     height, width = levels.shape
     for y in range(height):
         above, row, below, out = levels[max(y - 1, 0)], levels[y], levels[min(y + 1, height - 1)], codes[y]
-        for x in range(1, width - 1):  # no branches: this loop is vectorised
+        for x in range(1, width - 1):  # no branches, so that this loop vectorises
             v = row[x]
             out[x] = (
                 np.uint8(above[x - 1] > v)
@@ -130,12 +130,12 @@ def _compare(levels: Any, codes: Any) -> None:
 
 @kernel
 def _sort(levels: Any, codes: Any, order: Any, starts: Any) -> None:
-    """Pixels by level, then in reading order, packed as row, column and code; level v begins at starts[v].
+    """Sort pixels by level, then in reading order, packed as row, column, code; level v is at starts[v].
 
-    Four strips are read in turns: neighbours often have one level, and would wait for each other."""
+    Four strips are read in turn, since neighbours often have one level and would wait for each other."""
     height, width = levels.shape
     rows = height // 4
-    ends = np.zeros((5, 256), np.int64)  # per strip, and for the up to three rows that are left
+    ends = np.zeros((5, 256), np.int64)  # per strip, and for up to three remaining rows
     for y in range(rows):
         for x in range(width):
             for strip in range(4):
@@ -165,10 +165,10 @@ def _sort(levels: Any, codes: Any, order: Any, starts: Any) -> None:
 
 @kernel
 def _steps(stride: Any) -> Any:
-    """How far each neighbour is in an array of rows of `stride` pixels."""
+    """Offset of each neighbour in an array with rows of `stride` pixels."""
     steps = np.empty(8, np.int64)
     for k in range(8):
-        steps[k] = AROUND[k][0] * stride + AROUND[k][1]
+        steps[k] = NEIGHBOURS[k][0] * stride + NEIGHBOURS[k][1]
     return steps
 
 
@@ -197,51 +197,51 @@ def _iou(x0: Any, y0: Any, x1: Any, y1: Any, truth: Any) -> Any:
 
 
 @kernel
-def _judge(region: Any, boxes: Any, judge: Any) -> Any:
-    """The best IoU of a region's contour."""
-    x0, y0 = boxes[region, 0] - judge.grown, boxes[region, 1] - judge.grown
-    x1, y1 = boxes[region, 2] + judge.grown + 1, boxes[region, 3] + judge.grown + 1
-    return _iou(x0, y0, min(x1, judge.width - 1), min(y1, judge.height - 1), judge.truth)
+def _contour_iou(region: Any, boxes: Any, ious: Any) -> Any:
+    """The best IoU of the box of a region's contour."""
+    x0, y0 = boxes[region, 0] - ious.grown, boxes[region, 1] - ious.grown
+    x1, y1 = boxes[region, 2] + ious.grown + 1, boxes[region, 3] + ious.grown + 1
+    return _iou(x0, y0, min(x1, ious.width - 1), min(y1, ious.height - 1), ious.truth)
 
 
 @kernel
-def _close(region: Any, v: Any, regions: Any, judge: Any) -> None:
-    """Judges the box of a region for the levels from where it became so until v, where it changes."""
+def _record(region: Any, v: Any, regions: Any, ious: Any) -> None:
+    """Record the IoU of a region's box for the levels from which it has that box to v, where it changes."""
     since = np.int64(regions.since[region])
     if since != v:
-        iou = _judge(region, regions.boxes, judge)
+        iou = _contour_iou(region, regions.boxes, ious)
         for t in range(min(since, v), max(since, v)):
-            judge.best[t] = max(judge.best[t], iou)
+            ious.best[t] = max(ious.best[t], iou)
         regions.since[region] = v
 
 
 @kernel
-def _hold(boxes: Any, region: Any, x0: Any, y0: Any, x1: Any, y1: Any) -> None:
-    """Makes the box of a region hold another box."""
+def _extend(boxes: Any, region: Any, x0: Any, y0: Any, x1: Any, y1: Any) -> None:
+    """Extend the box of a region to include another box."""
     boxes[region, 0], boxes[region, 1] = min(boxes[region, 0], x0), min(boxes[region, 1], y0)
     boxes[region, 2], boxes[region, 3] = max(boxes[region, 2], x1), max(boxes[region, 3], y1)
 
 
 @kernel
 def _sweep(
-    order: Any, starts: Any, begin: Any, end: Any, tables: Any, labels: Any, regions: Any, judge: Any
+    order: Any, starts: Any, begin: Any, end: Any, tables: Any, labels: Any, regions: Any, ious: Any
 ) -> None:
-    """Judges the boxes of all regions there are while levels are added from `begin` up or down to `end`.
+    """Record the IoUs of all regions while levels are added from `begin` up or down to `end`.
 
-    Region 0 is what lies around the map: nothing leaves its box, and it is never judged."""
+    Region 0 is the surroundings of the map: its box contains everything, and it is never recorded."""
     counts, leads = tables
     up = begin < end
     step, flip = (1, 255) if up else (-1, 0)
     parents, boxes, since = regions
-    stride = judge.width + 2
+    stride = ious.width + 2
     steps = _steps(stride)
-    jumps = np.empty(256, np.int32)  # to the first region's neighbour
+    jumps = np.empty(256, np.int32)  # offset of the neighbour in the first region
     for byte in range(256):
         jumps[byte] = steps[leads[byte, 0]]
     labels.fill(0)
     parents[0] = since[0] = 0
     boxes[0, 0] = boxes[0, 1] = -1
-    boxes[0, 2], boxes[0, 3] = judge.width, judge.height
+    boxes[0, 2], boxes[0, 3] = ious.width, ious.height
     known = 1
     for v in range(begin, end, step):
         i = starts[v] if up else starts[v + 1] - 1
@@ -263,32 +263,32 @@ def _sweep(
                 for k in range(1, counts[code]):
                     other = _find(parents, labels[here + steps[leads[code, k]]])
                     if other != region:
-                        region = _join(region, other, v, regions, judge)
+                        region = _merge(region, other, v, regions, ious)
                 x0, y0, x1, y1 = boxes[region, 0], boxes[region, 1], boxes[region, 2], boxes[region, 3]
                 if x < x0 or y < y0 or x > x1 or y > y1:
-                    _close(region, v, regions, judge)
-                    _hold(boxes, region, x, y, x, y)
+                    _record(region, v, regions, ious)
+                    _extend(boxes, region, x, y, x, y)
             labels[np.uint64(here)] = region
     for other in range(1, known):
         region = parents[other]
         if region == other:
-            _close(region, end, regions, judge)
+            _record(region, end, regions, ious)
 
 
 @kernel
-def _join(a: Any, b: Any, v: Any, regions: Any, judge: Any) -> Any:
-    """Merges two regions at level v; the larger goes on, as its box changes less often."""
+def _merge(a: Any, b: Any, v: Any, regions: Any, ious: Any) -> Any:
+    """Merge two regions at level v into the larger, whose box changes less often."""
     parents, boxes, _ = regions
     if (boxes[a, 2] - boxes[a, 0] + 1) * (boxes[a, 3] - boxes[a, 1] + 1) < (boxes[b, 2] - boxes[b, 0] + 1) * (
         boxes[b, 3] - boxes[b, 1] + 1
     ):
         a, b = b, a
-    _close(b, v, regions, judge)
+    _record(b, v, regions, ious)
     parents[b] = a
     x0, y0, x1, y1 = boxes[b, 0], boxes[b, 1], boxes[b, 2], boxes[b, 3]
     if x0 < boxes[a, 0] or y0 < boxes[a, 1] or x1 > boxes[a, 2] or y1 > boxes[a, 3]:
-        _close(a, v, regions, judge)
-        _hold(boxes, a, x0, y0, x1, y1)
+        _record(a, v, regions, ious)
+        _extend(boxes, a, x0, y0, x1, y1)
     return a
 
 
@@ -299,15 +299,15 @@ def _join(a: Any, b: Any, v: Any, regions: Any, judge: Any) -> Any:
 def _fill(
     order: Any, starts: Any, top: Any, labels: Any, parents: Any, opened: Any, levels: Any, filled: Any
 ) -> Any:
-    """Raises every pixel to the level at which it is no longer part of a hole; tells whether there are holes.
+    """Raise every pixel to the level at which it is no longer part of a hole; return whether there are holes.
 
-    A hole's contour is never larger than the outer contour around it and comes after it in OpenCV's list, and
-    so does all that is inside the hole: the largest contour is that of a region of the filled map."""
+    A hole's contour is never larger than the outer contour around it and comes after it in OpenCV's list, as
+    does everything inside the hole: the largest contour is that of a region of the filled map."""
     height, width = levels.shape
     stride = width + 2
     steps = _steps(stride)
     labels.fill(0)
-    parents[0] = opened[0] = 0  # opened: the level at which a region reaches what lies around the map
+    parents[0] = opened[0] = 0  # opened: the level at which a region reaches the frame
     known = 1
     for v in range(top):
         for i in range(starts[v], starts[v + 1]):
@@ -326,9 +326,7 @@ def _fill(
                     other = _find(parents, labels[here + steps[LEADS_4[code, k]]])
                     reached = opened[region] <= v
                     if reached != (opened[other] <= v):
-                        opened[other if reached else region] = (
-                            v  # not merged: its pixels must know this level
-                        )
+                        opened[other if reached else region] = v  # not merged: its pixels keep this level
                     elif not reached:
                         parents[other] = region
             labels[here] = region
@@ -341,13 +339,13 @@ def _fill(
 
 @kernel
 def _largest(
-    order: Any, starts: Any, top: Any, labels: Any, regions: Any, areas: Any, firsts: Any, judge: Any
+    order: Any, starts: Any, top: Any, labels: Any, regions: Any, areas: Any, firsts: Any, ious: Any
 ) -> None:
-    """Judges, at each level of a map without holes, the region with the largest polygon.
+    """Record, at each level of a map without holes, the IoU of the region with the largest polygon.
 
-    Of equals, OpenCV lists the one first whose first pixel in reading order comes last."""
+    Of equals, OpenCV lists first the one whose first pixel in reading order comes last."""
     parents, boxes, ties = regions
-    stride = judge.width + 2
+    stride = ious.width + 2
     steps = _steps(stride)
     known = tied = most = 0
     for v in range(top, 0, -1):
@@ -372,10 +370,10 @@ def _largest(
                         areas[region] += areas[other]
                         firsts[region] = min(firsts[region], firsts[other])
                         x0, y0, x1, y1 = boxes[other, 0], boxes[other, 1], boxes[other, 2], boxes[other, 3]
-                        _hold(boxes, region, x0, y0, x1, y1)
+                        _extend(boxes, region, x0, y0, x1, y1)
                 areas[region] += HALF_CELLS[code]
                 firsts[region] = min(firsts[region], here)
-                _hold(boxes, region, x, y, x, y)
+                _extend(boxes, region, x, y, x, y)
             labels[here] = region
             if areas[region] > most:
                 most, tied = areas[region], 0
@@ -387,7 +385,7 @@ def _largest(
             region = _find(parents, np.uint32(ties[k]))
             if firsts[region] > firsts[best]:
                 best = region
-        judge.best[v - 1] = _judge(best, boxes, judge)
+        ious.best[v - 1] = _contour_iou(best, boxes, ious)
 
 
 # ------------------------------------------------------------------------------------------------- a batch
@@ -395,11 +393,11 @@ def _largest(
 
 @kernel
 def sweep(levels: Any, truth: Any, ends: Any, thresholds: Any, largest: Any, ious: Any) -> None:
-    """Fills `ious` (B, T) with the best IoU of maps (B, H, W) uint8 and their boxes, per threshold.
+    """Fill `ious` (B, T) with the best IoU of maps (B, H, W) uint8 with their ground truth, per threshold.
 
     Args:
-        truth: boxes (sum of G, 4) of all images; those of image b end before `ends[b + 1]`.
-        largest: only the contour with the largest polygon counts, else all contours do.
+        truth: boxes (sum of G, 4) of all images; those of image b are `truth[ends[b] : ends[b + 1]]`.
+        largest: count only the contour with the largest polygon instead of all.
     """
     count, height, width = levels.shape
     pixels = height * width
@@ -411,23 +409,23 @@ def sweep(levels: Any, truth: Any, ends: Any, thresholds: Any, largest: Any, iou
     areas, firsts = np.empty(pixels, np.int64), np.empty(pixels, np.int64)
     best = np.empty(256, np.float64)
     for b in range(count):
-        mine = truth[ends[b] : ends[b + 1]]
+        boxes = truth[ends[b] : ends[b + 1]]
         _compare(levels[b], codes)
         _sort(levels[b], codes, order, starts)
-        zero, top = np.int64(0), 255  # a bare 0 would be a type of its own, and compile everything twice
+        zero, top = np.int64(0), 255  # a bare 0 has another type and would compile everything twice
         while starts[top] == pixels:
             top -= 1
         for v in range(256):
-            best[v] = 0.0 if v < top else _iou(zero, zero, zero, zero, mine)  # the box that stands for none
-        judge = Judge(mine, best, height, width, 0)
+            best[v] = 0.0 if v < top else _iou(zero, zero, zero, zero, boxes)  # the box of an empty mask
+        found = BestIous(boxes, best, height, width, 0)
         if largest:
             if _fill(order, starts, top, labels, parents, since, levels[b], filled):
                 _compare(filled, codes)
                 _sort(filled, codes, order, starts)
-            _largest(order, starts, top, labels, regions, areas, firsts, judge)
+            _largest(order, starts, top, labels, regions, areas, firsts, found)
         else:
-            _sweep(order, starts, top, zero, (COUNTS_8, LEADS_8), labels, regions, judge)
-            judge = Judge(mine, best, height, width, 1)
-            _sweep(order, starts, zero, top, (COUNTS_4, LEADS_4), labels, regions, judge)
+            _sweep(order, starts, top, zero, (COUNTS_8, LEADS_8), labels, regions, found)
+            found = BestIous(boxes, best, height, width, 1)
+            _sweep(order, starts, zero, top, (COUNTS_4, LEADS_4), labels, regions, found)
         for i in range(len(thresholds)):
             ious[b, i] = best[np.int64(thresholds[i] * top)]
