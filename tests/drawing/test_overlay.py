@@ -10,7 +10,7 @@ from sigcam.drawing.overlay import (
     MIN_WIDTH,
     PAPER,
     SIGNED,
-    _fitted,
+    _truncate,
     colour_bar,
     colours,
     font,
@@ -141,7 +141,7 @@ def test_boxes_and_outlines_are_drawn_where_they_belong():
 
 def test_a_label_that_is_too_long_is_cut_to_its_cell_with_an_ellipsis():
     face = font(14)
-    cut = _fitted("a name far too long for a cell of this width\nshort", face, 120).split("\n")
+    cut = _truncate("a name far too long for a cell of this width\nshort", face, 120).split("\n")
     assert face.getlength(cut[0]) <= 120 and cut[0].endswith("…") and cut[1] == "short"
 
 
