@@ -64,7 +64,7 @@ def kernel(function: Any) -> Any:
     return njit(cache=True, nogil=True, error_model="numpy")(function)
 
 
-class BestIous(NamedTuple):
+class Judge(NamedTuple):  # numba's cache on disk refers to it by name
     """The ground truth (G, 4) of a map, and the best IoU with it so far at each level (256,)."""
 
     truth: Any
@@ -417,7 +417,7 @@ def sweep(levels: Any, truth: Any, ends: Any, thresholds: Any, largest: Any, iou
             top -= 1
         for v in range(256):
             best[v] = 0.0 if v < top else _iou(zero, zero, zero, zero, boxes)  # the box of an empty mask
-        found = BestIous(boxes, best, height, width, 0)
+        found = Judge(boxes, best, height, width, 0)
         if largest:
             if _fill(order, starts, top, labels, parents, since, levels[b], filled):
                 _compare(filled, codes)
@@ -425,7 +425,7 @@ def sweep(levels: Any, truth: Any, ends: Any, thresholds: Any, largest: Any, iou
             _largest(order, starts, top, labels, regions, areas, firsts, found)
         else:
             _sweep(order, starts, top, zero, (COUNTS_8, LEADS_8), labels, regions, found)
-            found = BestIous(boxes, best, height, width, 1)
+            found = Judge(boxes, best, height, width, 1)
             _sweep(order, starts, zero, top, (COUNTS_4, LEADS_4), labels, regions, found)
         for i in range(len(thresholds)):
             ious[b, i] = best[np.int64(thresholds[i] * top)]
