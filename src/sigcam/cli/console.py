@@ -59,7 +59,7 @@ def show_maps(rows: Sequence[dict[str, Any]], fitted: bool) -> None:
     show_table("maps", shown, header=("image", "class", "probability", "evidence"))
     for row in rows if len(rows) <= 3 else ():
         top = [(each["class_name"], *scores(each)) for each in row["top"]]
-        show_table(f"top classes of {row['image']}", top, header=("class", "probability", "evidence"))
+        show_table(f"likely classes of {row['image']}", top, header=("class", "probability", "evidence"))
     for row in rows:
         if row["blank"]:
             share = f"share of positive evidence {row['positive_share']:.0%}"
