@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from sigcam.cli.app import COMMANDS
-from sigcam.cli.options import DeviceOptions, JsonOptions, option
+from sigcam.cli.options import JsonOptions, RunOptions, option
 from support.commands import run
 
 
 @dataclass(frozen=True, kw_only=True)
-class CountOptions(DeviceOptions, JsonOptions):
+class CountOptions(RunOptions, JsonOptions):
     """Options of a command from outside."""
 
+    output: Path = Path("counts")
     files: list[Path] | None = option("Files to count.", None, argument=True)
     step: int = option("Number to count by.", 1, min=1)
     twice: bool = option("Count each file twice.", False)

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from sigcam.cli.console import progress_bar
-from sigcam.cli.options import OutputOptions, with_options
+from sigcam.cli.options import RunOptions, with_options
 from sigcam.core.errors import DataError
 
 
@@ -102,7 +102,7 @@ def test_a_stage_that_comes_again_is_timed_anew_and_its_end_told_once(
 
 def test_a_shared_option_keeps_its_help_where_a_command_has_another_default() -> None:
     @dataclass(frozen=True, kw_only=True)
-    class Other(OutputOptions):
+    class Other(RunOptions):
         output: Path = Path("there")
 
     parameter = inspect.signature(with_options(_command_of(Other))).parameters["output"]

@@ -9,27 +9,17 @@ from pathlib import Path
 import typer
 
 from sigcam.bench.registry import targets_help
+from sigcam.cli import options as opt
 from sigcam.cli.console import progress_bar
-from sigcam.cli.options import (
-    BatchOptions,
-    DeviceOptions,
-    OutputOptions,
-    SeedOptions,
-    SkipOptions,
-    ThreadOptions,
-    option,
-)
+from sigcam.cli.options import option
 from sigcam.core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(OutputOptions, BatchOptions, DeviceOptions, ThreadOptions, SkipOptions, SeedOptions):
+class BenchOptions(opt.RunOptions, opt.BatchOptions, opt.ThreadOptions, opt.SkipOptions, opt.SeedOptions):
     """Options of `sigcam bench`."""
 
-    target: str = option(
-        targets_help,
-        argument=True,
-    )
+    target: str = option(targets_help, argument=True)
     data: Path = option("Folder with cub, cars, ilsvrc, openimages, pets, or some of these.")
     model: str = option("Frozen backbone to test.", "embedded")
     classifiers: Path | None = option(

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import typer
 
+from sigcam.cli import options as opt
 from sigcam.cli.console import as_text, progress_bar, show_table
-from sigcam.cli.options import DeviceOptions, JsonOptions, OutputOptions, SeedOptions, option
+from sigcam.cli.options import option
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoOptions(OutputOptions, DeviceOptions, SeedOptions, JsonOptions):
+class DemoOptions(opt.RunOptions, opt.SeedOptions, opt.JsonOptions):
     """Options of `sigcam demo`."""
 
     images: int = option("Number of synthetic training images.", 1600, min=64)

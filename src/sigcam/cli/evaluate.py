@@ -8,20 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from sigcam.cli import options as opt
 from sigcam.cli.console import progress_bar, show_skips, show_table
-from sigcam.cli.options import (
-    BatchOptions,
-    DataOptions,
-    DeviceOptions,
-    JsonOptions,
-    LayerOptions,
-    ModelOptions,
-    OutputOptions,
-    ReportOptions,
-    SkipOptions,
-    ThreadOptions,
-    option,
-)
+from sigcam.cli.options import option
 from sigcam.core.errors import ConfigError
 from sigcam.core.files import check_writable, write_text_atomic
 from sigcam.core.manifest import write_manifest
@@ -35,16 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(
-    DataOptions,
-    ModelOptions,
-    OutputOptions,
-    BatchOptions,
-    DeviceOptions,
-    ThreadOptions,
-    SkipOptions,
-    LayerOptions,
-    ReportOptions,
-    JsonOptions,
+    opt.SourceOptions,
+    opt.RunOptions,
+    opt.BatchOptions,
+    opt.ThreadOptions,
+    opt.SkipOptions,
+    opt.LayerOptions,
+    opt.ReportOptions,
 ):
     """Options of `sigcam evaluate`; lists are comma-separated."""
 

@@ -11,19 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from sigcam.cli import options as opt
 from sigcam.cli.console import progress_bar, show_maps, show_skips
-from sigcam.cli.options import (
-    BatchOptions,
-    CropOptions,
-    DataOptions,
-    DeviceOptions,
-    JsonOptions,
-    LayerOptions,
-    ModelOptions,
-    OutputOptions,
-    ReportOptions,
-    option,
-)
+from sigcam.cli.options import option
 from sigcam.core.errors import ConfigError, DataError
 from sigcam.core.files import check_writable, write_text_atomic
 from sigcam.core.manifest import write_manifest
@@ -34,15 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainOptions(
-    ModelOptions,
-    DataOptions,
-    OutputOptions,
-    BatchOptions,
-    DeviceOptions,
-    LayerOptions,
-    CropOptions,
-    ReportOptions,
-    JsonOptions,
+    opt.SourceOptions, opt.RunOptions, opt.BatchOptions, opt.LayerOptions, opt.CropOptions, opt.ReportOptions
 ):
     """Options of `sigcam explain`."""
 

@@ -9,19 +9,9 @@ from typing import Any
 
 import typer
 
+from sigcam.cli import options as opt
 from sigcam.cli.console import progress_bar, show_result
-from sigcam.cli.options import (
-    CacheOptions,
-    CropOptions,
-    DataOptions,
-    DeviceOptions,
-    JsonOptions,
-    LayerOptions,
-    ModelOptions,
-    OutputOptions,
-    ThreadOptions,
-    option,
-)
+from sigcam.cli.options import option
 from sigcam.core.config import FitConfig
 from sigcam.core.errors import ConfigError
 from sigcam.core.files import check_writable, write_text_atomic
@@ -30,15 +20,7 @@ from sigcam.core.manifest import write_manifest
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(
-    DataOptions,
-    ModelOptions,
-    OutputOptions,
-    CacheOptions,
-    DeviceOptions,
-    ThreadOptions,
-    LayerOptions,
-    CropOptions,
-    JsonOptions,
+    opt.SourceOptions, opt.RunOptions, opt.CacheOptions, opt.ThreadOptions, opt.LayerOptions, opt.CropOptions
 ):
     """Options of `sigcam fit`."""
 

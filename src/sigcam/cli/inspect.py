@@ -9,23 +9,15 @@ from typing import Any
 
 import typer
 
+from sigcam.cli import options as opt
 from sigcam.cli.console import progress_bar, show_table
-from sigcam.cli.options import (
-    CropOptions,
-    DataOptions,
-    JsonOptions,
-    LayerOptions,
-    ModelOptions,
-    SeedOptions,
-    WorkerOptions,
-    option,
-)
+from sigcam.cli.options import option
 from sigcam.core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(
-    ModelOptions, DataOptions, LayerOptions, CropOptions, WorkerOptions, SeedOptions, JsonOptions
+    opt.SourceOptions, opt.LayerOptions, opt.CropOptions, opt.WorkerOptions, opt.SeedOptions
 ):
     """Options of `sigcam inspect`."""
 

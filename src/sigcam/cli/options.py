@@ -27,12 +27,27 @@ def option(help: str | Callable[[], str], default: Any = MISSING, **settings: An
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class JsonOptions:
+    json: bool = option("Print JSON instead of a table.", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions(JsonOptions):
     model: str = option(
         "Classifier: timm:NAME, torchvision:NAME, hf:NAME, wsol:NAME, file:PATH.py:FUNCTION or embedded.",
         "embedded",
     )
     weights: Path | None = option("Weights of the classifier: .safetensors or .pth.", None)
+    data: str = option("Folder with one folder of images per class, or `shapes`.")
+    format: str | None = option(
+        lambda: f"Layout of the data: {', '.join(list_readers())}; default: detected.", None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    output: Path = option("Folder to write to.")
+    device: str = option("Device to run on: cpu, cuda, cuda:1 or mps.", "cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,27 +62,6 @@ class CropOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    data: str = option("Folder with one folder of images per class, or `shapes`.")
-    format: str | None = option(f"Layout of the data: {', '.join(list_readers())}; default: detected.", None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputOptions:
-    output: Path = option("Folder to write to.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceOptions:
-    device: str = option("Device to run on: cpu, cuda, cuda:1 or mps.", "cpu")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ThreadOptions:
-    threads: int | None = option("Threads of torch, per process.", None, min=1)
-
-
-@dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
     workers: int = option("Processes that decode images.", 0, min=0)
 
@@ -75,6 +69,11 @@ class WorkerOptions:
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(WorkerOptions):
     batch_size: int = option("Images per pass.", 16, min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadOptions:
+    threads: int | None = option("Threads of torch, per process.", None, min=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +94,6 @@ class SeedOptions:
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
     report: bool = option("Also write report.html, a page with everything in one file.", False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class JsonOptions:
-    json: bool = option("Print JSON instead of a table.", False)
 
 
 # ------------------------------------------------------------------------------- from dataclass to options

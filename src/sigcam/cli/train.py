@@ -7,17 +7,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sigcam.cli import options as opt
 from sigcam.cli.console import progress_bar, show_result
-from sigcam.cli.options import (
-    CropOptions,
-    DataOptions,
-    DeviceOptions,
-    JsonOptions,
-    ModelOptions,
-    OutputOptions,
-    ThreadOptions,
-    option,
-)
+from sigcam.cli.options import option
 from sigcam.core.config import TrainConfig
 from sigcam.core.errors import ConfigError
 from sigcam.core.files import check_writable
@@ -32,9 +24,7 @@ PROBE_SETTINGS = ("epochs", "lr", "batch_size", "workers", "seed", "pretrained")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(
-    DataOptions, ModelOptions, OutputOptions, DeviceOptions, ThreadOptions, CropOptions, JsonOptions
-):
+class TrainOptions(opt.SourceOptions, opt.RunOptions, opt.ThreadOptions, opt.CropOptions):
     """Options of `sigcam train-classifier`."""
 
     probe: bool = option("Train a linear head alone, with Adam, on features computed once.", False)

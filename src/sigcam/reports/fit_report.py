@@ -46,8 +46,8 @@ def fit_details(result: FitResult, names: tuple[str, ...]) -> dict[str, Any]:
         {
             "name": name,
             "images": result.label_counts[k],
-            "average_precision": _number(result.quality.average_precision[k]) if result.quality else None,
-            "auroc": _number(result.quality.auroc[k]) if result.quality else None,
+            "average_precision": _finite(result.quality.average_precision[k]) if result.quality else None,
+            "auroc": _finite(result.quality.auroc[k]) if result.quality else None,
             "positive_share": result.positive_share[min(k, len(result.positive_share) - 1)],
         }
         for k, name in enumerate(names)
@@ -63,7 +63,7 @@ def fit_details(result: FitResult, names: tuple[str, ...]) -> dict[str, Any]:
     return facts
 
 
-def _number(value: float) -> float | None:
+def _finite(value: float) -> float | None:
     return value if value == value else None  # JSON has no NaN
 
 

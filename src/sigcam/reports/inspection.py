@@ -30,7 +30,6 @@ from sigcam.models.classifier import Classifier
 from sigcam.network.dual import DualBranch
 
 TOLERANCE = 1e-3  # of a map's largest value, between maps that are the same
-SPLITS = ("train", "val", "test")
 SHEET = "contact-sheet.png"
 MAX_DAMAGED = 5  # damaged files to list
 
@@ -84,7 +83,7 @@ def inspect_data(
         "images": sum(map(len, splits.values())),
         "classes": max(len(samples.classes) for samples in splits.values()),
         "splits": [
-            {"split": title, **data_facts(samples), "damaged": len(damaged[title])}
+            {"split": title, **split_facts(samples), "damaged": len(damaged[title])}
             for title, samples in splits.items()
         ],
         "damaged files": len(broken),
@@ -108,7 +107,7 @@ def open_splits(path: str, format: str) -> dict[str, Samples]:
     """Return the splits of a data set by name; several names of one split are joined: "val, test"."""
     splits = list[tuple[list[str], Samples]]()
     missing: DataError | None = None
-    for name in SPLITS:
+    for name in ("train", "val", "test"):
         try:
             samples = open_dataset(path, format=format, split=name)
         except DataError as error:
@@ -127,7 +126,7 @@ def open_splits(path: str, format: str) -> dict[str, Samples]:
     return {", ".join(names): samples for names, samples in splits}
 
 
-def data_facts(samples: Samples) -> dict[str, str | int]:
+def split_facts(samples: Samples) -> dict[str, str | int]:
     """Return the numbers of images, classes, boxes and masks of a split."""
     counts = Counter(sample.label for sample in samples if sample.label is not None)
     per_class = [counts[label] for label in range(len(samples.classes))]
