@@ -26,7 +26,7 @@ from sigcam.network.trace import lock_of
 from sigcam.ui.fit_job import FitJob, Stopped
 from sigcam.ui.head_shift import probabilities, shift_head
 from sigcam.ui.html import boxes_html, links_html, panels_html, top_classes_html
-from sigcam.ui.images import Gallery, open_upload
+from sigcam.ui.images import ImageGallery, open_upload
 from sigcam.ui.opening import open_gallery, open_networks
 from sigcam.ui.panel import Request
 from sigcam.ui.security import HEADERS, MAX_UPLOAD_BYTES, Guard, parse_login
@@ -325,7 +325,7 @@ def test_the_gallery_opens_what_is_on_it_and_nothing_else(tmp_path):
     PICTURE.save(outside / "secret.png")
     PICTURE.save(inside / "a.png")
     (inside / "link.png").symlink_to(outside / "secret.png")
-    gallery = Gallery(images_from_paths([inside]), inside)
+    gallery = ImageGallery(images_from_paths([inside]), inside)
     assert gallery.open(0)[0] == "a.png"
     with pytest.raises(DataError, match="outside the folder"):
         gallery.open(1)
@@ -334,7 +334,7 @@ def test_the_gallery_opens_what_is_on_it_and_nothing_else(tmp_path):
             gallery.open(index)
     up = Samples((Sample("up", lambda: PICTURE, path=inside / ".." / "out" / "secret.png"),), ())
     with pytest.raises(DataError, match="outside the folder"):
-        Gallery(up, inside).open(0)
+        ImageGallery(up, inside).open(0)
 
 
 # ---------------------------------------------------------------------------------- sessions and fits

@@ -20,7 +20,7 @@ from sigcam.data.sample import Samples
 from sigcam.network.dual import DualBranch
 from sigcam.ui.fit_job import FitJob, Stopped
 from sigcam.ui.html import boxes_html, links_html, panels_html, progress_html, top_classes_html
-from sigcam.ui.images import Gallery, open_upload
+from sigcam.ui.images import ImageGallery, open_upload
 from sigcam.ui.panel import Request
 from sigcam.ui.sessions import Sessions
 from sigcam.ui.sources import Source, sources_of
@@ -70,7 +70,7 @@ class Page:
     def __init__(
         self,
         nets: dict[str, DualBranch],
-        gallery: Gallery,
+        gallery: ImageGallery,
         uploads: Path,
         *,
         notice: str = "",

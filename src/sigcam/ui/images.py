@@ -53,7 +53,7 @@ def check_image_header(path: Path, name: str) -> None:
 
 
 @dataclass(frozen=True)
-class Gallery:
+class ImageGallery:
     """Images that a visitor chooses by index; none outside the folder `root` is opened."""
 
     samples: Samples

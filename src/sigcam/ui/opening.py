@@ -11,7 +11,7 @@ from sigcam.data.registry import open_dataset
 from sigcam.data.sample import Samples
 from sigcam.network.dual import DualBranch
 from sigcam.network.opening import has_shipped_branch, open_network
-from sigcam.ui.images import Gallery
+from sigcam.ui.images import ImageGallery
 from sigcam.ui.serve import UiOptions
 
 EXAMPLES = (42, 86, 58, 64, 73, 90)  # birds of the test split that the embedded classifier localizes
@@ -21,14 +21,14 @@ SYNTHETIC_NOTICE = (
 )
 
 
-def open_gallery(data: str, format: str | None) -> tuple[Gallery, bool]:
+def open_gallery(data: str, format: str | None) -> tuple[ImageGallery, bool]:
     """Return the images to choose from, and whether they have labels to fit a branch on."""
     if not data:
         birds = shapes(max(EXAMPLES) + 1, split="test", size=320)
         empty_scene = scenes(EXAMPLES[0] + 1, size=320)[-1]  # the first example without its bird
-        return Gallery(Samples((*(birds[i] for i in EXAMPLES), empty_scene), birds.classes)), False
+        return ImageGallery(Samples((*(birds[i] for i in EXAMPLES), empty_scene), birds.classes)), False
     if data.partition(":")[0] == "shapes" and format in (None, "shapes"):
-        return Gallery(open_dataset(data, format=format, split="test")), True
+        return ImageGallery(open_dataset(data, format=format, split="test")), True
     labelled = True
     try:
         samples = open_dataset(data, format=format, split="test")
@@ -38,7 +38,7 @@ def open_gallery(data: str, format: str | None) -> tuple[Gallery, bool]:
         samples, labelled = images_from_paths([data]), False  # raises if there are no images either
     if not len(samples):
         raise DataError(f"{data} contains no images.")
-    return Gallery(samples, Path(data)), labelled
+    return ImageGallery(samples, Path(data)), labelled
 
 
 def open_networks(options: UiOptions) -> tuple[dict[str, DualBranch], str]:

@@ -11,10 +11,10 @@ from typing import Generic, TypeVar
 from sigcam.core.errors import DataError
 
 MAX_SESSIONS, IDLE_SECONDS = 32, 30 * 60
-Value = TypeVar("Value")
+SessionValue = TypeVar("SessionValue")
 
 
-class Sessions(Generic[Value]):
+class Sessions(Generic[SessionValue]):
     """A thread-safe store that keeps the most recently used values until they are idle for too long."""
 
     def __init__(
@@ -24,19 +24,19 @@ class Sessions(Generic[Value]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_count, self.max_idle, self.clock = max_count, max_idle, clock
-        self._values: OrderedDict[str, tuple[float, Value]] = OrderedDict()  # last use, value
+        self._values: OrderedDict[str, tuple[float, SessionValue]] = OrderedDict()  # last use, value
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def put(self, key: str, value: Value) -> None:
+    def put(self, key: str, value: SessionValue) -> None:
         """Store a value and drop what is expired or too much."""
         with self._lock:
             self._touch(key, value)
             self._expire()
 
-    def get(self, key: str) -> Value:
+    def get(self, key: str) -> SessionValue:
         """Return the value of `key`; DataError if it is gone."""
         with self._lock:
             self._expire()
@@ -51,7 +51,7 @@ class Sessions(Generic[Value]):
         with self._lock:
             self._values.pop(key, None)
 
-    def _touch(self, key: str, value: Value) -> None:
+    def _touch(self, key: str, value: SessionValue) -> None:
         self._values[key] = (self.clock(), value)
         self._values.move_to_end(key)
 
