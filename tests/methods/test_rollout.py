@@ -483,7 +483,7 @@ SWIN = {
     "window_size": 4,
 }
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "CNN": (Gap, "Gap has no attention that could be seen"),
+    "CNN": (Gap, "Gap has no visible attention layer"),
     "windows": (
         lambda: timm_made("swin_tiny_patch4_window7_224", **SWIN),
         "SwinTransformer attends over 16 tokens at a time where its map has 8 x 8 cells",

@@ -50,8 +50,8 @@ def as_batch(
 
 
 def choose_classes(net: DualBranch, forward_pass: ForwardPass, classes: Classes) -> tuple[Tensor, bool]:
-    """Return (B, K) class indices, and whether there is a K axis in what the user asked for. -1 pads
-    "positive", of which images have different numbers."""
+    """Return (B, K) class indices, and whether the user asked for several per image. -1 pads
+    "positive", where images have different numbers of classes."""
     softmax = forward_pass.softmax
     batch, count = len(softmax), max(net.classes, 2)  # a single logit tells two classes apart
     if classes is None:

@@ -84,14 +84,14 @@ class Probe:
     def last_weight(self) -> Tensor:
         """W (C, N) of a global average + linear head (Eq. 3)."""
         head = head_of(self.branch)
-        found = linear_weight(self.net.last_layer(head)) if self.linear else None
-        if found is None:
+        layer = linear_weight(self.net.last_layer(head)) if self.linear else None  # W, b
+        if layer is None:
             raise ConfigError(
                 f"this method reads the last layer's weights, and the {head} head of "
                 f"{type(self.net.model).__name__} is not global average pooling + linear on its features. "
                 "Use 'grad-cam', which needs no such form."
             )
-        weight = at_least_float32(found[0].detach())  # (C, N)
+        weight = at_least_float32(layer[0].detach())  # (C, N)
         return weight - weight.mean(0) if self.branch == "centred" else weight
 
     @cached_property

@@ -90,17 +90,17 @@ method = _registering(Method)
 
 def method_name(name: str) -> str:
     """Return the registered name for any spelling of it; ConfigError suggests the nearest name."""
-    bare = _bare(name)
+    normalized = _normalized(name)
     for registered, facts in METHODS.items():
-        if bare == _bare(registered) or bare in facts.aliases:
+        if normalized == _normalized(registered) or normalized in facts.aliases:
             return registered
-    if bare == "finercam":
+    if normalized == "finercam":
         raise ConfigError("'finer-cam' is a target, for any method: explain(..., target='finer-cam').")
-    close = get_close_matches(name.lower(), METHODS, n=1, cutoff=0.5)
+    close = get_close_matches(name.lower().replace("_", "-"), METHODS, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise ConfigError(f"unknown method {name!r}: {hint}there are {', '.join(METHODS)}.")
 
 
-def _bare(name: str) -> str:
+def _normalized(name: str) -> str:
     """Return a name in lower case without separators."""
     return name.lower().translate({ord(separator): None for separator in "-_ "})

@@ -114,7 +114,7 @@ class _AttentionRecorder(TorchFunctionMode):
     def _check(self) -> None:
         (p, q), prefix = self.grid, self.net.split.fold.prefix
         if self._product is None:
-            self._refuse("has no attention that could be seen")
+            self._refuse("has no visible attention layer")
         tokens = self._product.shape[-1]
         extra = tokens - p * q  # F may be taken before the class token is added
         if extra != prefix and (prefix or not 0 <= extra <= MAX_PREFIX_TOKENS):
