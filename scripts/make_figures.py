@@ -136,10 +136,10 @@ def collapse(net: DualBranch, sample: Sample) -> Any:
     for step in steps.tolist():
         with torch.no_grad():
             weight.copy_(start - step * spread)
-        passage = moving.run(image)
+        forward_pass = moving.run(image)
         for branch, shares in left.items():
-            drawing = MapConfig("cam", branch, clamp=False, scale="raw")
-            ex = explain_pass(moving, passage, drawing, classes=sample.label, size="features")
+            config = MapConfig("cam", branch, clamp=False, scale="raw")
+            ex = explain_pass(moving, forward_pass, config, classes=sample.label, size="features")
             shares.append(float((ex.maps > 0).double().mean()))
         chance.append(float(ex.probability[0]))
     gone = next(step for step, share in zip(steps.tolist(), left["softmax"], strict=True) if not share)

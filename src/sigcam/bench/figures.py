@@ -19,9 +19,8 @@ from sigcam.drawing.overlay import grid, overlay, with_boxes
 from sigcam.methods.explainer import explain
 from sigcam.metrics.boxes import scaled_boxes
 from sigcam.network.dual import DualBranch
+from sigcam.reports.evaluation_report import TRUTH_COLOUR
 from sigcam.reports.figures import distortions_figure
-
-TRUTH_COLOUR = "#e53935"
 
 
 def draw_figures(plan: Plan, dataset: str, progress: Progress) -> None:

@@ -18,7 +18,7 @@ from sigcam.core.types import Progress
 from sigcam.methods.registry import METHODS
 from sigcam.network.dual import DualBranch
 
-VARIANTS: Any = {"branches": ("softmax", "centred", "sigmoid"), "clamps": (False, True)}
+MAP_VARIANTS: Any = {"branches": ("softmax", "centred", "sigmoid"), "clamps": (False, True)}
 BOX_METRICS = ("max_box_acc_v2", "gt_known_loc", "top1_loc", "top1_cls")
 OTHER_FIDELITY_IMAGES = 100  # test images for the confidence metrics of other classifiers
 
@@ -55,7 +55,7 @@ def pos_weight(plan: Plan, progress: Progress) -> list[BenchRow]:
     most = len(samples.classes) - 1
     for weight in dict.fromkeys((1, max(1, most // 2), most)):
         net = network(plan, dataset, FitConfig(pos_weight=float(weight), seed=plan.seed), progress)
-        settings = VARIANTS | {"methods": methods_for(net)[:2], "metrics": localization_metrics(dataset)}
+        settings = MAP_VARIANTS | {"methods": methods_for(net)[:2], "metrics": localization_metrics(dataset)}
         fit_rows = evaluate_rows(plan, f"pos-weight-{weight:g}", net, dataset, samples, progress, **settings)
         rows += [row | {"pos_weight": weight} for row in fit_rows if row["branch"] == "sigmoid"]
     return [row for row in fit_rows if row["branch"] != "sigmoid"] + rows  # the other heads have no weight
@@ -72,7 +72,7 @@ def sources(plan: Plan, progress: Progress) -> list[BenchRow]:
     for number, (name, config) in enumerate(fits.items()):
         negatives = plan.samples("cars", "train", plan.train_images) if "negatives" in name else None
         net = network(plan, dataset, config, progress, negatives)
-        settings = VARIANTS | {"methods": methods_for(net)[:1], "metrics": BOX_METRICS[:2]}
+        settings = MAP_VARIANTS | {"methods": methods_for(net)[:1], "metrics": BOX_METRICS[:2]}
         fit_rows = evaluate_rows(plan, f"sources-{number}", net, dataset, samples, progress, **settings)
         auroc = {} if pets is None else presence_auroc(plan, net, samples, pets, progress)
         for row in fit_rows:
@@ -120,7 +120,11 @@ def other_classifier(plan: Plan, datasets: Sequence[str], progress: Progress) ->
 
 def fidelity_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progress) -> list[BenchRow]:
     """How much confidence masked images keep."""
-    settings = VARIANTS | {"methods": methods_for(net), "metrics": FIDELITY, "scorers": ("softmax", "branch")}
+    settings = MAP_VARIANTS | {
+        "methods": methods_for(net),
+        "metrics": FIDELITY,
+        "scorers": ("softmax", "branch"),
+    }
     samples = plan.samples(dataset, "test", plan.fidelity_images)
     name = f"confidence-{plan.slug}-{dataset}"
     return evaluate_rows(plan, name, net, dataset, samples, progress, **settings)
@@ -131,7 +135,7 @@ def localization_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progr
     rows, shift = list[BenchRow](), logit_shift(net)
     samples = plan.samples(dataset, "test", plan.localization_images)
     for zoom in dict.fromkeys((1.0, plan.zoom)):
-        settings = VARIANTS | {"methods": methods_for(net)[: 2 if zoom == 1 else 1], "zoom": zoom}
+        settings = MAP_VARIANTS | {"methods": methods_for(net)[: 2 if zoom == 1 else 1], "zoom": zoom}
         settings |= {"metrics": localization_metrics(dataset)}
         name = f"locating-{plan.slug}-{dataset}-x{zoom:g}"
         zoom_rows = evaluate_rows(plan, name, net, dataset, samples, progress, **settings)
