@@ -35,6 +35,7 @@ class Settings:
     seldom: int = 3
     loud: bool = False
     times: Literal[1, 2] = 1
+    side: Literal["left", "right"] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def test_defaults_are_the_dataclass_own_and_every_field_can_be_set() -> None:
     assert called() == Settings()
     words = ("--kind", "two", "--strength", "0.5", "--often", "7", "--seldom", "1", "--loud", "--times", "2")
     assert called(*words) == Settings("two", 0.5, 7, 1, True, 2)
+    assert called("--side", "left") == Settings(side="left")
     assert called("--strength", "auto").strength == "auto"
 
 

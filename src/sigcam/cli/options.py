@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -106,7 +106,7 @@ def with_options(command: Callable[[Any], None]) -> Callable[..., None]:
         command: a function of one dataclass. Each field is an option, with the help that `option` or the
             `Args:` of the docstring gives it; the fields of a nested dataclass are options too.
     """
-    ((_, options),) = [item for item in get_type_hints(command).items() if item[0] != "return"]
+    (options,) = (hint for name, hint in get_type_hints(command).items() if name != "return")
 
     def run(**values: Any) -> None:
         command(_build(options, values))
@@ -121,70 +121,59 @@ def with_options(command: Callable[[Any], None]) -> Callable[..., None]:
 def _parameters(options: type[Any], nested: bool = False) -> Iterator[inspect.Parameter]:
     """Yield one parameter per option: the command's own, those it shares, those of nested dataclasses."""
     types, helps = get_type_hints(options), _helps(options)
-    order = [name for cls in options.__mro__ for name in inspect.get_annotations(cls)]
-    by_name = {each.name: each for each in fields(options)}
-    inner = [name for name in by_name if is_dataclass(types[name])]
-    for name in dict.fromkeys(order):
-        if name in inner:
+    defaults = {each.name: each.default for each in fields(options)}
+    own_first = dict.fromkeys(name for cls in options.__mro__ for name in inspect.get_annotations(cls))
+    for name in own_first:
+        hint, default = types[name], defaults[name]
+        if is_dataclass(hint):
             continue
+        if _choices(hint):  # parsed by _parse, not by typer
+            hint = str | None if default is None else str
+            default = default if default in (None, MISSING) else str(default)
         settings = {"help": helps.get(name), **_settings(options, name)}
         if callable(settings["help"]):
             settings["help"] = settings["help"]()
         make = typer.Argument if settings.pop("argument", False) else typer.Option
         names = [settings.pop("name")] if "name" in settings else []
-        default = by_name[name].default
-        if types[name] is bool and default is False and not nested:
-            names = names or [f"--{name.replace('_', '-')}"]  # a switch without a --no- form
+        if hint is bool and default is False and not nested:
+            names = names or [_flag(name)]  # a switch without a --no- form
         info: Any = make(*names, **settings)
         yield inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if default is MISSING else _shown(default, types[name]),
-            annotation=Annotated[_parsed_type(types[name]), info],
+            default=inspect.Parameter.empty if default is MISSING else default,
+            annotation=Annotated[hint, info],
         )
-    for name in inner:
-        yield from _parameters(types[name], nested=True)
+    for name in own_first:
+        if is_dataclass(types[name]):
+            yield from _parameters(types[name], nested=True)
 
 
 def _settings(options: type[Any], name: str) -> dict[str, Any]:
     """Return what `option` says of a field: in the class itself, else in the first base class that does."""
-    declared = (cls.__dict__.get("__dataclass_fields__", {}).get(name) for cls in options.__mro__)
-    known: list[Field[Any]] = [each for each in declared if each is not None and each.metadata]
-    return dict(known[0].metadata) if known else {}
+    declared = (vars(cls).get("__dataclass_fields__", {}).get(name) for cls in options.__mro__)
+    return dict(next((each.metadata for each in declared if each and each.metadata), {}))
 
 
 def _build(options: type[Any], values: dict[str, Any]) -> Any:
     """Return the dataclass that the values of all options make."""
-    types = get_type_hints(options)
-    return options(
-        **{
-            each.name: _build(types[each.name], values)
-            if is_dataclass(types[each.name])
-            else _parse(each.name, values[each.name], types[each.name])
-            for each in fields(options)
-        }
-    )
+    types, arguments = get_type_hints(options), dict[str, Any]()
+    for name in (each.name for each in fields(options)):
+        nested = is_dataclass(types[name])
+        arguments[name] = _build(types[name], values) if nested else _parse(name, values[name], types[name])
+    return options(**arguments)
 
 
-def _choices(hint: Any) -> list[Any]:
-    """Return the values that a type names."""
+def _choices(hint: Any) -> dict[str, Any]:
+    """Return the values that a type names, by their text."""
     parts = [hint, *get_args(hint)]
-    return [value for part in parts if get_origin(part) is Literal for value in get_args(part)]
-
-
-def _parsed_type(hint: Any) -> Any:
-    """Return the type that typer parses: a string where some values are words."""
-    return str if _choices(hint) else hint
-
-
-def _shown(default: Any, hint: Any) -> Any:
-    return str(default) if _choices(hint) else default
+    return {str(value): value for part in parts if get_origin(part) is Literal for value in get_args(part)}
 
 
 def _parse(name: str, value: Any, hint: Any) -> Any:
     """Return an option's value as the field's type."""
-    choices = {str(choice): choice for choice in _choices(hint)}
-    if not choices:
+    choices = _choices(hint)
+    if not choices or value is None:
         return value
     if value in choices:
         return choices[value]
@@ -193,7 +182,11 @@ def _parse(name: str, value: Any, hint: Any) -> Any:
         return numbers[0](value)
     except (ValueError, IndexError):
         words = " or ".join([*choices, *(["a number"] if numbers else [])])
-        raise ConfigError(f"--{name.replace('_', '-')} takes {words}, not {value!r}.") from None
+        raise ConfigError(f"{_flag(name)} takes {words}, not {value!r}.") from None
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _helps(options: type[Any]) -> dict[str, str]:

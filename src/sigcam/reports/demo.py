@@ -63,13 +63,13 @@ def run_demo(
     save_classifier(
         output / "classifier.safetensors", classifier.model, spec="embedded", classes=train.classes
     )
-    before = _predictions(classifier, test, progress)
+    before = _predictions(classifier, test)
     weights = fingerprint(classifier.model)
 
     net = attach(classifier.model, seed=seed, transform=classifier.transform, class_names=train.classes)
     fitted = fit(net, train, FitConfig(seed=seed), progress=_staged("branch", progress))
     net.save(output / "branch.safetensors")
-    after = _predictions(classifier, test, progress)
+    after = _predictions(classifier, test)
     labels = torch.tensor([sample.label for sample in test])
 
     chosen, _, _ = _measure(net, validation, _staged("threshold", progress))
@@ -122,7 +122,7 @@ def _staged(name: str, progress: Progress) -> Progress:
     return lambda stage, done, total: progress(name if stage == name else f"{name} {stage}", done, total)
 
 
-def _predictions(classifier: Classifier, samples: Samples, progress: Progress) -> Tensor:
+def _predictions(classifier: Classifier, samples: Samples) -> Tensor:
     """Return the predictions of the classifier alone, (images,)."""
     predictions = []
     with torch.no_grad():
