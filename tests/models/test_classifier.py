@@ -3,10 +3,12 @@
 import json
 import pickle
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +48,9 @@ def noise(height: int = 60, width: int = 90, seed: int = 0) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def offline(url: str) -> bool:
-    return False
+def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_reachable", lambda url: False)
+    monkeypatch.setattr(models, "_hub_answers", lambda: False)
 
 
 def write(path: Path, text: str) -> Path:
@@ -139,7 +142,7 @@ def test_published_torchvision_weights_load_under_their_old_names(
     url = DenseNet121_Weights.DEFAULT.url
     torch.save(old, tmp_path / "checkpoints" / url.rpartition("/")[2])
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    monkeypatch.setattr(models, "_reachable", offline)
+    go_offline(monkeypatch)
     ours = load_classifier("torchvision:densenet121", num_classes=3).model.state_dict()
     assert [key for key in new if not torch.equal(new[key], ours[key])] == [
         "classifier.weight",
@@ -371,7 +374,7 @@ def test_without_network_the_answer_comes_at_once(
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    monkeypatch.setattr(models, "_reachable", offline)
+    go_offline(monkeypatch)
     start = time.monotonic()
     says = (f"cannot download the weights of {spec}", "--weights", "embedded", "pretrained=False")
     with refused(*says):
@@ -384,15 +387,44 @@ def test_without_network_timm_weights_come_from_the_cache(
 ) -> None:
     trained = load_classifier(TIMM, pretrained=False).model
     save_file(trained.state_dict(), tmp_path / "model.safetensors")
-    monkeypatch.setattr(models, "_reachable", offline)
+    go_offline(monkeypatch)
     monkeypatch.setattr(
         "huggingface_hub.try_to_load_from_cache", lambda *_: str(tmp_path / "model.safetensors")
     )
     assert_same_weights(load_classifier(TIMM).model, trained)
 
 
-def test_a_closed_port_is_not_reachable() -> None:
+def test_a_closed_port_is_not_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
     assert not models._reachable("http://127.0.0.1:9/")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9/")
+    assert not models._hub_answers()
+
+
+def test_a_hub_that_refuses_answers_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    class Refusal(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(403)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Refusal)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}/"
+    try:
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        assert models._hub_answers() and models._reachable(url)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 # file:
@@ -477,7 +509,7 @@ def test_file_may_import_its_neighbours(tmp_path: Path) -> None:
         ("nets.py", "PATH.py:FUNCTION"),
         ("none.py:net", "no such file"),
         ("syntax.py:net", "raised SyntaxError"),
-        ("notes.txt:net", "no Python file"),
+        ("notes.txt:net", "not a Python file"),
     ],
 )
 def test_file_faults_are_told_in_one_line(tail: str, says: str, tmp_path: Path) -> None:
@@ -570,7 +602,7 @@ def test_hf_faults_are_told_in_one_line(hf_folder: Path, tmp_path: Path) -> None
 
 def test_hf_without_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with refused('pip install "sigcam[hf]"'):
+    with refused("needs transformers: pip install 'sigcam[hf]'"):
         load_classifier("hf:google/vit")
 
 

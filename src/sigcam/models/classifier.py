@@ -1,4 +1,4 @@
-"""Trained classifiers by name: their weights, their own preprocessing and their class names."""
+"""Load and save trained classifiers: weights, preprocessing and class names."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ SPECS = "timm:NAME, torchvision:NAME, hf:NAME, wsol:NAME, file:PATH.py:FUNCTION 
 
 @dataclass(frozen=True)
 class Classifier:
-    """A network in eval mode that returns (B, C) logits, its preprocessing and its class names, if known."""
+    """A network in eval mode that returns (B, C) logits, its preprocessing, and its class names if known."""
 
     model: nn.Module
     transform: Transform
@@ -46,17 +46,17 @@ def load_classifier(
     num_classes: int | None = None,
     pretrained: bool = True,
 ) -> Classifier:
-    """The classifier that `spec` names, in eval mode on `device`.
+    """Return the classifier that `spec` names, in eval mode on `device`.
 
     Args:
-        weights: a state dict (safetensors or torch) to load instead of the published one; no download.
-        crop: use the model's own resize and centre crop instead of squashing the whole picture.
-        num_classes: the size of the head; where the weights have another, the head is new and random.
-        pretrained: False leaves every weight random.
+        weights: state dict (safetensors or torch) to load instead of downloading the published one.
+        crop: use the model's own resize and center crop instead of squashing the whole image.
+        num_classes: size of the head; if the weights have another size, the head is initialized randomly.
+        pretrained: False keeps all weights random.
     """
     scheme, _, name = spec.partition(":")
-    known = ("", "lite1", "lite2")  # of the embedded model
-    if scheme not in BUILDERS or (name not in known if scheme == "embedded" else not name):
+    valid = name in ("", "lite1", "lite2") if scheme == "embedded" else bool(name)
+    if scheme not in BUILDERS or not valid:
         raise ModelError(f"unknown model {spec!r}: give {SPECS}.")
     try:
         torch.empty(0, device=device)  # before any download
@@ -66,19 +66,20 @@ def load_classifier(
     if weights is None:
         model, transform, classes = build(name, num_classes, pretrained)
     else:
-        state, own_classes, origin = read_weights(Path(weights))
-        # A user's function may take no num_classes: ask it for them only when the shapes say so.
-        count = len(own_classes) if own_classes and scheme != "file" else None
+        state, saved_classes, saved_spec = read_weights(Path(weights))
+        # A user's function may not take num_classes: pass it only if the shapes require it.
+        count = len(saved_classes) if saved_classes and scheme != "file" else None
         count = count if num_classes is None else num_classes
         model, transform, classes = build(name, count, False)
         state = match_names(state, _bare(model))
-        if count is None and (found := class_count_in(state, _bare(model))):
-            model, transform, classes = build(name, found, False)
+        if count is None and (saved_count := class_count_in(state, _bare(model))):
+            model, transform, classes = build(name, saved_count, False)
         if isinstance(model, LogitsOnly):
             state = match_hf_names(state, model.model)
-        source = f"{weights} (written for {origin})" if origin and origin != spec else str(weights)
-        fresh = load_weights(_bare(model), state, source=source, target=spec, num_classes=num_classes)
-        classes = None if fresh else own_classes or classes
+        differs = saved_spec and saved_spec != spec
+        source = f"{weights} (written for {saved_spec})" if differs else str(weights)
+        new_head = load_weights(_bare(model), state, source=source, target=spec, num_classes=num_classes)
+        classes = None if new_head else saved_classes or classes
     check_finite(model, spec if weights is None else str(weights))
     if isinstance(transform, Preprocess) and not crop:
         transform = replace(transform, resize=None)
@@ -90,21 +91,12 @@ def save_classifier(path: Path, model: nn.Module, *, spec: str, classes: Sequenc
     from safetensors.torch import save
 
     dense = torch.contiguous_format
-    tensors = {key: tensor.cpu().clone(memory_format=dense) for key, tensor in model.state_dict().items()}
+    tensors = {key: value.cpu().clone(memory_format=dense) for key, value in model.state_dict().items()}
     metadata = {"format": "pt", "model": spec, "classes": json.dumps(list(classes))}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, save(tensors, metadata))  # save_file would make it readable by its owner alone
-
-
-# Builders: (name, num_classes, pretrained) -> model, preprocessing with the model's own crop, class names.
-
-
-# Preprocessing and class names.
+    write_atomic(path, save(tensors, metadata))  # save_file would create it readable by its owner only
 
 
 def _bare(model: nn.Module) -> nn.Module:
-    """The network whose names a checkpoint uses."""
+    """Return the network whose parameter names a checkpoint uses."""
     return model.model if isinstance(model, LogitsOnly) else model
-
-
-# The network, and what to say when it or a name fails.

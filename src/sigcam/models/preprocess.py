@@ -1,4 +1,4 @@
-"""Preprocessing: from a picture to the tensor that a classifier takes."""
+"""Preprocessing: from an image to the tensor that a classifier takes."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from PIL import Image
 from torch import Tensor, nn
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
 Transform = Callable[[Image.Image], Tensor]
 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """A picture to a normalised (3, height, width) tensor: squashed, or with `resize` cut from the middle."""
+    """An image to a normalized (3, height, width) tensor: squashed or, with `resize`, center-cropped."""
 
     height: int = 224
     width: int = 224
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
     interpolation: str = "bilinear"
-    resize: int | tuple[int, int] | None = None  # shorter edge, or (height, width), before the crop
+    resize: int | tuple[int, int] | None = None  # shorter edge or (height, width) before the crop
     bgr: bool = False
 
     def picture(self, image: Image.Image) -> Image.Image:
-        """What of a picture the network sees, (height, width) in RGB."""
+        """Return the part of the image that the network sees, resized, in RGB."""
         from torchvision.transforms import InterpolationMode
         from torchvision.transforms.v2 import functional as F
 
         target = (self.height, self.width) if self.resize is None else self.resize
         size = [target] if isinstance(target, int) else list(target)
-        # PIL resizes, as in the models' own presets: a uint8 tensor would be off by one here and there.
+        # Pillow resizes, as in the models' own presets: a uint8 tensor would differ by one level at times.
         image = F.resize(image.convert("RGB"), size, interpolation=InterpolationMode(self.interpolation))
-        seen: Image.Image = image if self.resize is None else F.center_crop(image, [self.height, self.width])
-        return seen
+        visible: Image.Image = (
+            image if self.resize is None else F.center_crop(image, [self.height, self.width])
+        )
+        return visible
 
     def __call__(self, image: Image.Image) -> Tensor:
         from torchvision.transforms.v2 import functional as F
@@ -47,23 +47,23 @@ class Preprocess:
         pixels = F.pil_to_tensor(self.picture(image))
         pixels = F.to_dtype(pixels, torch.float32, scale=True)  # (3, H, W) in [0, 1]
         pixels = pixels.flip(0) if self.bgr else pixels
-        normalised: Tensor = F.normalize(pixels, list(self.mean), list(self.std))
-        return normalised
+        normalized: Tensor = F.normalize(pixels, list(self.mean), list(self.std))
+        return normalized
 
 
 def declared_transform(model: nn.Module) -> Transform | None:
-    """The preprocessing that a model in memory carries: its own `.transform`, or timm's, squashing."""
+    """Return the preprocessing that a model declares: its `.transform`, or timm's config, squashing."""
     transform = getattr(model, "transform", None)
-    if callable(transform) and transform not in list(model.modules()):  # a layer may bear that name
+    if callable(transform) and transform not in list(model.modules()):  # it may be a layer
         return transform  # type: ignore[no-any-return]
     config = getattr(model, "pretrained_cfg", None)
     if isinstance(config, Mapping) and {"input_size", "mean", "std", "interpolation"} <= set(config):
-        return replace(_timm_preprocess(model), resize=None)
+        return replace(timm_preprocess(model), resize=None)
     return None
 
 
-def _timm_preprocess(model: nn.Module) -> Preprocess:
-    """timm's own evaluation preset of a model."""
+def timm_preprocess(model: nn.Module) -> Preprocess:
+    """Return timm's evaluation preprocessing of a model."""
     from timm.data import resolve_model_data_config
 
     data = resolve_model_data_config(model)
@@ -73,28 +73,31 @@ def _timm_preprocess(model: nn.Module) -> Preprocess:
     return Preprocess(height, width, tuple(data["mean"]), tuple(data["std"]), data["interpolation"], resize)
 
 
-def _hf_preprocess(own: Mapping[str, Any], config: Any) -> Preprocess:
-    """What a transformers image processor does, as numbers; without one, ImageNet's at the config's size."""
-    size, fixed = own.get("size") or {}, getattr(config, "image_size", None) or 224
+def hf_preprocess(settings: Mapping[str, Any], config: Any) -> Preprocess:
+    """Convert the settings of a transformers image processor; without them, use ImageNet's."""
+    get = settings.get
+    size, fixed = get("size") or {}, getattr(config, "image_size", None) or 224
     height, width = (fixed, fixed) if isinstance(fixed, int) else tuple(fixed)[-2:]
-    if not own:
+    if not settings:
         return Preprocess(height, width, resize=math.floor(height / 0.875))
     edge = size.get("shortest_edge")
     resize: int | tuple[int, int] | None = edge
-    if own.get("do_center_crop"):
-        height, width = own["crop_size"]["height"], own["crop_size"]["width"]
+    if get("do_center_crop"):
+        height, width = settings["crop_size"]["height"], settings["crop_size"]["width"]
         resize = edge or (size["height"], size["width"])
     elif "height" in size:
         height, width = size["height"], size["width"]
-    elif edge:  # ConvNeXt: the crop is a share of the edge, and from 384 on the picture is squashed
+    elif edge:  # ConvNeXt: crops a fraction of the edge below 384 pixels, squashes above
         height, width = edge, edge
-        resize = int(edge / own.get("crop_pct", 1)) if edge < 384 else None
-    # The model sees (255 f u - offset - mean) / std of a pixel u in [0, 1]: written as (u - mean') / std'.
-    gain = 255 * (own.get("rescale_factor", 1 / 255) if own.get("do_rescale", True) else 1)
-    offset = 1.0 if own.get("rescale_offset") else 0.0
-    mean, std = (own["image_mean"], own["image_std"]) if own.get("do_normalize") else ([0.0] * 3, [1.0] * 3)
-    std = [s * s for s in std] if own.get("include_top") else std  # EfficientNet divides twice
-    mean, std = tuple((m + offset) / gain for m in mean), tuple(s / gain for s in std)
-    kernel = Image.Resampling.BILINEAR if own.get("resample") is None else Image.Resampling(own["resample"])
-    bgr = bool(own.get("do_flip_channel_order"))  # MobileViT
-    return Preprocess(height, width, mean, std, kernel.name.lower(), resize, bgr)
+        resize = int(edge / get("crop_pct", 1)) if edge < 384 else None
+    # The model sees (255 f u - offset - mean) / std of a pixel u in [0, 1], rewritten as (u - mean') / std'.
+    gain = 255 * (get("rescale_factor", 1 / 255) if get("do_rescale", True) else 1)
+    offset = 1.0 if get("rescale_offset") else 0.0
+    mean, std = [0.0] * 3, [1.0] * 3
+    if get("do_normalize"):
+        mean, std = settings["image_mean"], settings["image_std"]
+    std = [s * s for s in std] if get("include_top") else std  # EfficientNet divides twice
+    means, stds = tuple((m + offset) / gain for m in mean), tuple(s / gain for s in std)
+    kernel = Image.Resampling.BILINEAR if get("resample") is None else Image.Resampling(settings["resample"])
+    bgr = bool(get("do_flip_channel_order"))  # MobileViT
+    return Preprocess(height, width, means, stds, kernel.name.lower(), resize, bgr)

@@ -1,7 +1,7 @@
-"""The paper's backbones: VGG-16, ResNet-50 and InceptionV3 with finer last feature maps (PROTOCOL 1.1, 1.2).
+"""The paper's backbones: VGG-16, ResNet-50 and InceptionV3 with finer feature maps (PROTOCOL 1.1, 1.2).
 
-The plain names are for gradient methods, `-cam` for vanilla CAM (global average and one linear layer); `-28`
-has maps of 28 x 28 cells at 224 pixels instead of 14 x 14.
+Plain names are for gradient methods, `-cam` for vanilla CAM (global average pooling and one linear layer);
+`-28` has feature maps of 28 x 28 instead of 14 x 14 for images of 224 pixels.
 """
 
 from __future__ import annotations
@@ -17,49 +17,51 @@ from torch import Tensor, nn
 from sigcam.core.errors import ModelError
 from sigcam.models.state_dict import load_weights
 
-IMAGENET = 1000
-VGG_BLOCKS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # width, convolutions
+IMAGENET_CLASSES = 1000
+VGG_BLOCKS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # channels, convolutions
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """How one of the networks is built, and what of torchvision's weights goes into it.
+    """A network and the torchvision weights it starts from.
 
     Args:
-        build: makes it with random weights, for a number of classes.
-        source: torchvision's name of the network that it was made from.
-        earlier: what the file of its first weights was called before.
-        head: whether the published head fits 1000 classes.
-        fresh: starts of the names that are new with any other head.
+        build: returns the network with random weights, for a number of classes.
+        source: torchvision's name of the original network.
+        old_file: former name of the weights file.
+        has_head: whether the published weights include a head for 1000 classes.
+        head_prefixes: prefixes of the parameters that are new for any other number of classes.
     """
 
     build: Callable[[int], nn.Module]
     source: str
-    earlier: str
-    head: bool
-    fresh: tuple[str, ...]
+    old_file: str
+    has_head: bool
+    head_prefixes: tuple[str, ...]
 
     def preset(self) -> Any:
-        """torchvision's record of the published weights, those of 2017."""
+        """Return torchvision's first published weights."""
         from torchvision.models import get_model_weights
 
         return get_model_weights(self.source).IMAGENET1K_V1
 
-    def adopt(self, model: nn.Module, published: Mapping[str, Tensor], classes: int) -> dict[str, Tensor]:
-        """A state dict for the model: the published tensors where they belong, its own where it is new."""
-        own, theirs = model.state_dict(), dict(published)
-        fresh = () if self.head and classes == IMAGENET else self.fresh
-        if self.source == "vgg16":  # without a pool, the numbers change and the order does not
-            held = [theirs.pop(key) for key in _numbered(theirs)]
-            theirs |= dict(zip(_numbered(own), held, strict=True))
-        kept = {k: t for k, t in theirs.items() if not k.startswith(("AuxLogits.", *fresh))}
-        if not self.head:  # what follows the features there has no place here
-            kept = {key: tensor for key, tensor in kept.items() if key in own}
-        return kept | {key: tensor for key, tensor in own.items() if key.startswith(fresh)}
+    def initial_state(
+        self, model: nn.Module, published: Mapping[str, Tensor], classes: int
+    ) -> dict[str, Tensor]:
+        """Return a state dict for the model: published tensors, and the model's own for new parameters."""
+        own, state = model.state_dict(), dict(published)
+        new = () if self.has_head and classes == IMAGENET_CLASSES else self.head_prefixes
+        if self.source == "vgg16":  # leaving out a pool shifts the indices of the layers, not their order
+            convolutions = [state.pop(key) for key in _convolution_keys(state)]
+            state |= dict(zip(_convolution_keys(own), convolutions, strict=True))
+        state = {k: t for k, t in state.items() if not k.startswith(("AuxLogits.", *new))}
+        if not self.has_head:  # the layers after the features do not exist here
+            state = {key: tensor for key, tensor in state.items() if key in own}
+        return state | {key: tensor for key, tensor in own.items() if key.startswith(new)}
 
 
 class Vgg(nn.Module):
-    """VGG-16 without its last pool; what it halved is averaged to 7 x 7 for the three linear layers."""
+    """VGG-16 without its last max pooling; features are averaged to 7 x 7 for the three linear layers."""
 
     def __init__(self, classes: int, *, fine: bool) -> None:
         super().__init__()
@@ -70,7 +72,7 @@ class Vgg(nn.Module):
             *(nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(0.5)),
             nn.Linear(4096, classes),
         )
-        _start_vgg(self)
+        _init_vgg(self)
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.features(images)  # (B, 512, P, Q)
@@ -79,7 +81,7 @@ class Vgg(nn.Module):
 
 
 class CamVgg(nn.Module):
-    """VGG-16 without its last pool; one more convolution, global average, one linear layer."""
+    """VGG-16 without its last max pooling; one more convolution, global average pooling, one linear layer."""
 
     def __init__(self, classes: int, *, fine: bool) -> None:
         super().__init__()
@@ -88,7 +90,7 @@ class CamVgg(nn.Module):
         self.relu = nn.ReLU()
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(1024, classes)
-        _start_vgg(self)
+        _init_vgg(self)
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.relu(self.conv6(self.features(images)))  # (B, 1024, P, Q)
@@ -97,7 +99,7 @@ class CamVgg(nn.Module):
 
 
 class CamInception(nn.Module):
-    """InceptionV3 up to Mixed_6e without its last stride; two more convolutions, then a linear layer."""
+    """InceptionV3 up to Mixed_6e without its last stride; two more convolutions, one linear layer."""
 
     def __init__(self, classes: int, *, fine: bool) -> None:
         super().__init__()
@@ -138,7 +140,7 @@ class CamInception(nn.Module):
         x = self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(self.maxpool3(x))))
         x = self.SPG_A3_1b(self.Mixed_6e(self.Mixed_6d(x)))
         features = self.SPG_A3_2b(x)  # (B, 1024, P, Q)
-        # The mean and the 1x1 convolution change places with dropout or without it: only rounding differs.
+        # Pooling before the 1x1 convolution gives the same logits up to rounding.
         logits: Tensor = self.SPG_A4(self.avgpool(self.dropout(features))).flatten(1)
         return logits
 
@@ -161,14 +163,14 @@ class FlatInceptionB(nn.Module):
         return torch.cat((self.branch3x3(x), double, self.pool(x)), 1)
 
 
-def _numbered(state: Mapping[str, Tensor]) -> list[str]:
-    """The names of VGG's convolutions, in order."""
+def _convolution_keys(state: Mapping[str, Tensor]) -> list[str]:
+    """Return the keys of VGG's convolutions, in order."""
     names = [key for key in state if key.startswith("features.")]
     return sorted(names, key=lambda key: (int(key.split(".")[1]), key))
 
 
 def _vgg_features(pools: int) -> nn.Sequential:
-    """The 13 convolutions, a 2 x 2 maximum after each of the first blocks."""
+    """Return the 13 convolutions, with max pooling after each of the first `pools` blocks."""
     layers, channels = list[nn.Module](), 3
     for block, (width, count) in enumerate(VGG_BLOCKS):
         for _ in range(count):
@@ -179,7 +181,7 @@ def _vgg_features(pools: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def _start_vgg(model: nn.Module) -> None:
+def _init_vgg(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -189,8 +191,8 @@ def _start_vgg(model: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-def resnet(classes: int, *, fine: bool) -> nn.Module:
-    """torchvision's ResNet-50 without the stride of layer4 and, if `fine`, of layer3."""
+def _resnet(classes: int, *, fine: bool) -> nn.Module:
+    """Return torchvision's ResNet-50 without the stride of layer4 and, if `fine`, of layer3."""
     from torchvision.models import resnet50
 
     model: Any = resnet50(weights=None, num_classes=classes)
@@ -200,56 +202,54 @@ def resnet(classes: int, *, fine: bool) -> nn.Module:
         stage[0].stride = 1
     nn.init.normal_(model.fc.weight, std=0.01)
     nn.init.zeros_(model.fc.bias)
-    found: nn.Module = model
-    return found
+    return model  # type: ignore[no-any-return]
 
 
-def inception(classes: int) -> nn.Module:
-    """torchvision's InceptionV3 without its auxiliary head and its own scaling of the input."""
+def _inception(classes: int) -> nn.Module:
+    """Return torchvision's InceptionV3 without its auxiliary head and without scaling of the input."""
     from torchvision.models import inception_v3
 
     options: dict[str, Any] = {"aux_logits": False, "transform_input": False, "init_weights": False}
     model: Any = inception_v3(weights=None, num_classes=classes, **options)
     nn.init.trunc_normal_(model.fc.weight, std=0.1, a=-2, b=2)
-    found: nn.Module = model
-    return found
+    return model  # type: ignore[no-any-return]
 
 
 _VGG = ("vgg16", "vgg16-397923af.pth")
 _RESNET = ("resnet50", "resnet50-19c8e357.pth")
 _INCEPTION = ("inception_v3", "inception_v3_google-1a9a5a14.pth")
 WSOL_BACKBONES = {
-    f"{name}{suffix}": Backbone(partial(build_wsol, fine=bool(suffix)), *source, head, fresh)
-    for name, build_wsol, source, head, fresh in (
+    f"{name}{suffix}": Backbone(partial(build, fine=bool(suffix)), *source, has_head, head_prefixes)
+    for name, build, source, has_head, head_prefixes in (
         ("vgg16", Vgg, _VGG, True, ("classifier.",)),
         ("vgg16-cam", CamVgg, _VGG, False, ("conv6.", "fc.")),
-        ("resnet50", resnet, _RESNET, True, ("fc.",)),
-        ("resnet50-cam", resnet, _RESNET, True, ("fc.",)),
+        ("resnet50", _resnet, _RESNET, True, ("fc.",)),
+        ("resnet50-cam", _resnet, _RESNET, True, ("fc.",)),
         ("inception_v3-cam", CamInception, _INCEPTION, False, ("SPG_",)),
     )
     for suffix in ("", "-28")
-} | {"inception_v3": Backbone(inception, *_INCEPTION, True, ("fc.",))}
+} | {"inception_v3": Backbone(_inception, *_INCEPTION, True, ("fc.",))}
 
 
 def build_wsol(
     name: str, num_classes: int | None, published: Callable[..., Mapping[str, Tensor]] | None
 ) -> nn.Module:
-    """The backbone, with random weights or with those that `published(preset, earlier file)` returns.
+    """Return the backbone, with random weights or those that `published(preset, old file name)` returns.
 
-    With another number of classes than ImageNet's, all that follows the features is new (PROTOCOL 1.3).
+    For another number of classes than ImageNet's, everything after the features is new (PROTOCOL 1.3).
     """
     spec, backbone = f"wsol:{name}", WSOL_BACKBONES.get(name)
     if backbone is None:
         raise ModelError(
             f"no backbone of the paper is called {name!r}: choose one of {', '.join(WSOL_BACKBONES)}."
         )
-    if published and num_classes is None and not backbone.head:
-        how = "train one with `sigcam train-classifier`, give --weights (weights=), or num_classes=N"
-        raise ModelError(f"{spec} has no published head: {how}.")
-    classes = num_classes or IMAGENET
+    if published and num_classes is None and not backbone.has_head:
+        remedy = "train one with `sigcam train-classifier`, give --weights (weights=), or num_classes=N"
+        raise ModelError(f"{spec} has no published head: {remedy}.")
+    classes = num_classes or IMAGENET_CLASSES
     model = backbone.build(classes)
     if published:
         preset = backbone.preset()
-        state = backbone.adopt(model, published(preset, backbone.earlier), classes)
+        state = backbone.initial_state(model, published(preset, backbone.old_file), classes)
         load_weights(model, state, source=preset.url, target=spec, num_classes=num_classes)
     return model
