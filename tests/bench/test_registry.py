@@ -88,11 +88,11 @@ def test_a_table_registered_from_outside_works_everywhere(
     assert json.loads((out / "manifest.json").read_text())["numbers"] == {"mine": content["rows"]}
     assert "mine" in sigcam("bench", "--help")
     assert targets()["mine"] == "the pointing game of HiResCAM"
-    script = importlib.util.spec_from_file_location("document", ROOT / "scripts/document_commands.py")
+    script = importlib.util.spec_from_file_location("document", ROOT / "scripts/document_lists.py")
     assert script and script.loader
     document: Any = importlib.util.module_from_spec(script)
     script.loader.exec_module(document)
-    assert "| `mine` | the pointing game of HiResCAM |" in document.on_page_markdown("<!-- every table -->")
+    assert "| `mine` | the pointing game of HiResCAM |" in document.on_page_markdown("<!-- list: tables -->\n<!-- end -->")
 
 
 def test_rows_made_by_other_code_are_not_served(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

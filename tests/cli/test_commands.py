@@ -48,11 +48,11 @@ def test_a_command_from_outside_is_listed_documented_and_runs(
     assert "--step" in capsys.readouterr().err
 
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    monkeypatch.delitem(sys.modules, "document_commands", raising=False)
-    import document_commands
+    monkeypatch.delitem(sys.modules, "document_lists", raising=False)
+    import document_lists
 
-    page = document_commands.on_page_markdown("<!-- every command -->")
-    monkeypatch.delitem(sys.modules, "document_commands")
+    page = document_lists.on_page_markdown("<!-- list: commands -->\n<!-- end -->")
+    monkeypatch.delitem(sys.modules, "document_lists")
     assert f"## `sigcam {name}`" in page and "| `--step` | `1` | Number to count by. |" in page
 
 

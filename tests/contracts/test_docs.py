@@ -179,12 +179,35 @@ def test_the_site_asks_no_other_host_for_anything():
 
 def test_the_commands_page_shows_every_option(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import document_commands
+    import document_lists
 
-    shown = document_commands.on_page_markdown((ROOT / "docs/commands.md").read_text())
-    for words, command in document_commands.commands():
+    shown = document_lists.on_page_markdown((ROOT / "docs/commands.md").read_text())
+    for words, command in document_lists.commands():
         assert f"## `{words}`" in shown
         for param in command.params:
             assert param.name == "help" or param.param_type_name == "argument" or param.opts[0] in shown
-    assert "must be given" in shown and "`grad-cam`" in shown
-    sys.modules.pop("document_commands")
+    assert "required" in shown and "`grad-cam`" in shown
+
+
+@pytest.mark.parametrize("page", sorted(p.name for p in (ROOT / "docs").glob("*.md")))
+def test_the_lists_of_a_page_are_what_the_code_has(page: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import document_lists
+
+    text = (ROOT / "docs" / page).read_text()
+    if page != "commands.md":  # filled when the site is built
+        assert document_lists.on_page_markdown(text) == text, "run scripts/document_lists.py"
+
+
+def test_what_is_registered_from_outside_is_in_the_lists(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import document_lists
+
+    for registry, name in (("METHODS", "methods"), ("METRICS", "metrics"), ("READERS", "readers"), ("TABLES", "tables")):
+        rows = getattr(document_lists, registry)
+        monkeypatch.setitem(rows, "from-outside", next(iter(rows.values())))
+        assert "`from-outside`" in document_lists.LISTS[name]()
+    from sigcam.cli.app import COMMANDS
+
+    monkeypatch.setitem(COMMANDS, "from-outside", COMMANDS["demo"])
+    assert "## `sigcam from-outside`" in document_lists.LISTS["commands"]()
