@@ -102,8 +102,8 @@ try:
 except SystemExit:
     pass
 print("=====")
-import document_commands
-print(document_commands.on_page_markdown("<!-- every reader -->"))
+import document_lists
+print(document_lists.on_page_markdown("<!-- list: readers -->\\n<!-- end -->"))
 """
 ROOT = Path(__file__).resolve().parents[2]
 
