@@ -69,7 +69,8 @@ def metrics() -> str:
 
 def readers() -> str:
     """Return every data set layout."""
-    return table(("format", "what it reads"), [(f"`{name}`", reader.about) for name, reader in READERS.items()])
+    rows = [(f"`{name}`", reader.about) for name, reader in READERS.items()]
+    return table(("format", "what it reads"), rows)
 
 
 def tables() -> str:

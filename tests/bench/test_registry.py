@@ -92,7 +92,8 @@ def test_a_table_registered_from_outside_works_everywhere(
     assert script and script.loader
     document: Any = importlib.util.module_from_spec(script)
     script.loader.exec_module(document)
-    assert "| `mine` | the pointing game of HiResCAM |" in document.on_page_markdown("<!-- list: tables -->\n<!-- end -->")
+    page = document.on_page_markdown("<!-- list: tables -->\n<!-- end -->")
+    assert "| `mine` | the pointing game of HiResCAM |" in page
 
 
 def test_rows_made_by_other_code_are_not_served(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ pages list is what the code has."""
 import ast
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +202,8 @@ def test_what_is_registered_from_outside_is_in_the_lists(monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import document_lists
 
-    for registry, name in (("METHODS", "methods"), ("METRICS", "metrics"), ("READERS", "readers"), ("TABLES", "tables")):
-        rows = getattr(document_lists, registry)
+    for name in ("methods", "metrics", "readers", "tables"):
+        rows = getattr(document_lists, name.upper())
         monkeypatch.setitem(rows, "from-outside", next(iter(rows.values())))
         assert "`from-outside`" in document_lists.LISTS[name]()
     from sigcam.cli.app import COMMANDS
