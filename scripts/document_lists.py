@@ -1,7 +1,7 @@
 """Lists of the documentation, made from the code: commands, methods, metrics, data set layouts, tables.
 
-A page holds a list between `<!-- list: NAME -->` and `<!-- end -->`. As a hook of mkdocs this module fills every
-list when the site is built; `python scripts/document_lists.py` writes them into the pages (but for the commands).
+A page holds a list between `<!-- list: NAME -->` and `<!-- end -->`. This module is a hook of mkdocs that fills
+every list when the site is built; run as a script, it writes them into the pages (except the commands).
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ LIST = re.compile(r"<!-- list: (\w+) -->\n.*?<!-- end -->", re.S)
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill every list of a page (called by mkdocs)."""
-    return LIST.sub(lambda found: f"<!-- list: {found[1]} -->\n\n{LISTS[found[1]]()}\n\n<!-- end -->", markdown)
+    return LIST.sub(
+        lambda found: f"<!-- list: {found[1]} -->\n\n{LISTS[found[1]]()}\n\n<!-- end -->", markdown
+    )
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -38,7 +40,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def methods() -> str:
     """Return every CAM method: what it weights channels by, and what it costs."""
-    rows = [(f"`{name}`", _first_sentence(method.function), _cost(method)) for name, method in METHODS.items()]
+    rows = [(f"`{name}`", _first_sentence(each.function), _cost(each)) for name, each in METHODS.items()]
     return table(("method", "weights", "costs"), rows)
 
 
