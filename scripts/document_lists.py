@@ -1,7 +1,7 @@
 """Lists of the documentation, made from the code: commands, methods, metrics, data set layouts, tables.
 
-A page holds a list between `<!-- list: NAME -->` and `<!-- end -->`. As a hook of mkdocs this module fills the
-lists when the site is built; run as a script, it writes them into the pages (except the commands).
+A page holds a list between `<!-- list: NAME -->` and `<!-- end -->`. As a hook of mkdocs this module fills
+the lists when the site is built; run as a script, it writes them into the pages (except the commands).
 """
 
 from __future__ import annotations
