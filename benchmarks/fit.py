@@ -32,7 +32,7 @@ from sigcam.models.classifier import load_classifier
 from sigcam.network.attachment import attach
 from sigcam.network.dual import DualBranch
 from sigcam.training.branch import fit
-from sigcam.training.head_inputs import HeadInputs
+from sigcam.training.feature_reader import HeadInputs
 from sigcam.training.linear_probe import train_probe
 from sigcam.training.loss import as_targets
 from sigcam.training.training_set import choose_held_out

@@ -40,6 +40,16 @@ def test_other_facts_do_not_resume(tmp_path: Path, facts: dict[str, object]) -> 
     assert Checkpoint(tmp_path / "state.pt", facts).load() is None
 
 
+def test_the_facts_that_differ_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    assert Checkpoint(path, FACTS).differences() == Checkpoint(None, FACTS).differences() == []
+    Checkpoint(path, FACTS).save(STATE)
+    assert Checkpoint(path, FACTS).differences() == []
+    assert Checkpoint(path, {**FACTS, "lr": 0.2, "more": 1}).differences() == ["lr", "more"]
+    path.write_bytes(b"not a checkpoint")
+    assert Checkpoint(path, FACTS).differences() == ["content"]
+
+
 def test_other_versions_and_other_code_do_not_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Checkpoint(tmp_path / "state.pt", FACTS).save(STATE)
     for name, value in (("versions", {"torch": "0.1"}), ("code_fingerprint", "other")):

@@ -540,6 +540,16 @@ def test_features_can_be_fitted_on_alone() -> None:
             fit(other, broken, GIVEN)
 
 
+def test_a_fit_on_features_passes_the_backbone_once() -> None:
+    net, passes = fresh(), list[int]()
+    x, labels = easy_data()[:]
+    features = Features((net(x).pooled.detach(),), labels)
+    with torch.no_grad():
+        net.model.register_forward_pre_hook(lambda module, args: passes.append(len(args[0])))
+    fit(net, features, GIVEN, negatives=features)
+    assert passes == [1]  # the example image, for the shape of what enters the head
+
+
 def test_weights_of_positives_by_number_by_classes_and_by_counts() -> None:
     positives = positives_of(torch.tensor([0, 0, 0, 1, 2, 2]), 4)
     assert (

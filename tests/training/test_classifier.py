@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -171,6 +172,21 @@ def test_a_checkpoint_of_another_run_is_refused(place: Path):
     (place / "e.pt").write_bytes(b"nothing")
     with pytest.raises(DataError, match="remove it"):
         train_classifier(again, samples, SHORT, checkpoint=place / "e.pt")
+
+
+def test_changed_labels_or_files_never_resume(place: Path):
+    classifier, samples = made(place)
+    train_classifier(classifier, samples, SHORT, checkpoint=place / "g.pt")
+    again, _ = made(place)
+    turned = Samples((replace(samples[0], label=1), *samples[1:]), samples.classes)
+    with pytest.raises(DataError, match=r"different labels\).*remove it"):
+        train_classifier(again, turned, SHORT, checkpoint=place / "g.pt")
+    assert samples[0].path is not None
+    os.utime(samples[0].path, (1, 1))
+    with pytest.raises(DataError, match=r"different files\).*remove it"):
+        train_classifier(again, samples, SHORT, checkpoint=place / "g.pt")
+    (place / "g.pt").unlink()
+    assert len(train_classifier(again, turned, SHORT, checkpoint=place / "g.pt").epochs) == 4
 
 
 def test_the_generators_of_the_caller_stay_where_they_were(place: Path):

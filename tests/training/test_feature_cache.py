@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from sigcam.training.feature_cache import (
     find_store,
     list_caches,
 )
-from sigcam.training.head_inputs import HeadInputs
+from sigcam.training.feature_reader import HeadInputs
 from support.folders import CLASSES, GIVEN, network, tree
 
 
@@ -109,6 +111,42 @@ def test_labels_may_change_without_new_features(made: Any) -> None:
     samples, root, _, spare = made
     turned = tuple(Sample(s.id, s.open, (s.label + 1) % 4, path=s.path) for s in samples)
     assert fitted(Samples(turned, CLASSES), root)[1] == spare
+
+
+PREPROCESS = (
+    "Preprocess(height=16, width=16, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), "
+    "interpolation='bilinear', resize=None, bgr=False)"
+)
+FACTS = {
+    "model": "Gap",
+    "graph": "b09d0a16e372f625",
+    "weights": "0e457c0545bfd9bb807ede886aef5907",
+    "layer": "body",
+    "heads": ["fc"],
+    "transform": PREPROCESS,
+    "autocast": False,
+    "optimized": True,
+    "view": 1,
+}
+
+
+def test_the_key_of_a_cache_is_the_one_of_release_0_1(tmp_path: Path) -> None:
+    net = network()
+    with torch.no_grad():
+        for tensor in net.model.parameters():
+            tensor.copy_((torch.arange(tensor.numel()) % 7 - 3).reshape(tensor.shape) / 8)
+    samples = list[Sample]()
+    for i in range(8):
+        path = tmp_path / f"{i}.png"
+        Image.new("RGB", (16, 16), (30 * i, 255 - 30 * i, 60 * (i % 4))).save(path)
+        samples.append(Sample(path.name, partial(Image.open, path), i % 4, path=path))
+    data = Samples(tuple(samples), CLASSES)
+    mirrored = find_store(tmp_path, data, (6,), "float16", FACTS)
+    assert mirrored.folder.name == "46753dafbd69e4b07fd234f5"
+    fit(net, data, FitConfig(l2=0.1, views=2), cache=tmp_path / "cache")
+    folders = {entry.folder.name: entry.about for entry in list_caches(tmp_path / "cache")}
+    assert folders.keys() == {"46753dafbd69e4b07fd234f5", "eab3a4278d120e326b73f391"}
+    assert folders["46753dafbd69e4b07fd234f5"] == mirrored.facts
 
 
 # ------------------------------------------------------------------------------------------------- damage
@@ -334,3 +372,25 @@ def test_a_recipe_that_was_stopped_goes_on_after_its_last_epoch(tmp_path: Path, 
     for ours, theirs in zip(net.sigmoid.parameters(), whole.sigmoid.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert not list((tmp_path / "cache").glob("recipe-*"))
+
+
+@pytest.mark.parametrize("change", ["labels", "files", "preprocessing"])
+def test_a_recipe_with_changed_labels_files_or_preprocessing_starts_anew(tmp_path: Path, change: str) -> None:
+    samples, config = tree(tmp_path / "data", 48), FitConfig("paper", epochs=2, lr=0.01, batch_size=16)
+    net, stages = network(), list[str]()
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage == "epoch 2":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(net, samples, config, cache=tmp_path / "cache", progress=stop)
+    if change == "labels":
+        samples = Samples((replace(samples[0], label=2), *samples[1:]), CLASSES)
+    elif change == "files":
+        assert samples[0].path is not None
+        os.utime(samples[0].path, (1, 1))
+    else:
+        net.transform = Preprocess(16, 16, mean=(0.4, 0.4, 0.4))
+    fit(net, samples, config, cache=tmp_path / "cache", progress=lambda s, d, t: stages.append(s))
+    assert list(dict.fromkeys(stages)) == ["epoch 1", "epoch 2"]

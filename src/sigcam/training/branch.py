@@ -21,6 +21,7 @@ from sigcam.data.sample import Samples
 from sigcam.metrics.classification import Quality
 from sigcam.models.preprocess import Transform
 from sigcam.network.dual import DualBranch
+from sigcam.training.feature_reader import HeadInputs
 from sigcam.training.features import (
     Features,
     TrainingData,
@@ -31,7 +32,6 @@ from sigcam.training.features import (
     match_labels,
 )
 from sigcam.training.gradient_steps import train_cached, train_fresh
-from sigcam.training.head_inputs import HeadInputs
 from sigcam.training.loss import check_labels, pos_weights, positives_of
 from sigcam.training.settings import check_fit_config
 from sigcam.training.solved_head import solve_head

@@ -1,4 +1,4 @@
-"""Read samples and compute their features chunk by chunk, in memory or in the cache on disk."""
+"""HeadInputs computes what enters the sigmoid head; FeatureReader does so for samples, with the cache."""
 
 from __future__ import annotations
 
@@ -6,23 +6,109 @@ import hashlib
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sigcam.core.config import FitConfig
 from sigcam.core.distributed import all_gather, barrier, local_batches, rank, world_size
-from sigcam.core.errors import DataError
+from sigcam.core.errors import AttachError, DataError
 from sigcam.core.types import Progress, Skipped
 from sigcam.data.loader import load_batches
 from sigcam.data.sample import Sample, Samples
 from sigcam.models.preprocess import Preprocess, Transform
 from sigcam.models.state_dict import fingerprint
+from sigcam.network.dual import DualBranch, linear_weight
+from sigcam.network.optimize import optimized
+from sigcam.network.trace import chunks
 from sigcam.training.feature_cache import DTYPES, IMAGES_PER_CHUNK, FeatureStore, check_space, find_store
-from sigcam.training.head_inputs import HeadInputs
 
 log = logging.getLogger("sigcam")
+
+
+class HeadInputs:
+    """The input of a network's sigmoid head, found with one pass of the example image.
+
+    Attributes:
+        layer: the output layer, if the branch's logits are its weight times the stored features plus a
+            bias; None for any other head.
+        shape: of the features stored per image. For a linear head on maps, the mean over the grid suffices.
+    """
+
+    def __init__(self, net: DualBranch) -> None:
+        assert net.example is not None
+        with torch.no_grad():
+            shape = tuple(net(net.example.to(next(net.model.parameters()))).pooled.shape[1:])
+        layer = net.last_layer("sigmoid")
+        linear = _is_linear(net, layer, shape)
+        self.net = net
+        self.layer: nn.Module | None = layer if linear else None
+        self.shape: tuple[int, ...] = shape[:1] if linear else shape
+
+    @property
+    def linear(self) -> bool:
+        """Whether the head is one linear layer."""
+        return self.layer is not None
+
+    @cached_property
+    def fast_net(self) -> DualBranch:
+        """The network around an optimised copy of its model, on a CPU; the difference in its features is
+        smaller than the rounding of the cache."""
+        net = self.net
+        if net.device.type != "cpu" or net.model is not net.original or net.example is None:
+            return net
+        names = (net.split.layer, *net.split.heads, *net.split.last)
+        example = net.example.to(next(net.model.parameters()))
+        try:
+            return net.with_model(optimized(net.model, example, keep=names))
+        except AttachError:  # the model cannot be copied
+            return net
+
+    @torch.no_grad()
+    def compute(self, images: Tensor, config: FitConfig, who: str) -> Tensor:
+        """Return the head's input (B, ...) for images (B, 3, H, W), on the CPU, in the cache's precision.
+
+        Args:
+            who: the images' names, for error messages.
+        """
+        net = self.fast_net
+        dtype = next(net.model.parameters()).dtype if images.is_floating_point() else images.dtype
+        images = images.to(net.device, dtype, non_blocking=True)
+        half = torch.bfloat16 if net.device.type == "cpu" else torch.float16
+        with torch.autocast(net.device.type, dtype=half, enabled=config.autocast):
+            exact = torch.cat([_reduced(net(part).pooled, self.linear).float() for part in chunks(images)])
+        rows = exact.to(DTYPES[config.precision]).cpu()
+        if not bool(torch.isfinite(rows).all()):
+            if bool(torch.isfinite(exact).all()):
+                raise DataError(f"features of {who} are too large for float16: set precision to bfloat16.")
+            raise DataError(f"features are not finite among {who}: check images and weights.")
+        return rows
+
+
+def _reduced(pooled: Tensor, linear: bool) -> Tensor:
+    return pooled.mean((2, 3)) if linear and pooled.ndim == 4 else pooled
+
+
+@torch.no_grad()
+def _is_linear(net: DualBranch, layer: nn.Module, shape: tuple[int, ...]) -> bool:
+    """Return whether the branch's logits are the layer applied to its input, or to the mean over the grid."""
+    head, parameters = net.sigmoid, linear_weight(layer)
+    if len(head.copies) > 1 or parameters is None or len(shape) not in (1, 3):
+        return False
+    weight, bias = (part.detach().double() for part in parameters)
+    if weight.shape != (net.classes, shape[0]):
+        return False
+    dtype = next(head.parameters()).dtype
+    pooled = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)).to(net.device, dtype)
+    logits = head.from_pooled(pooled).double()
+    expected = _reduced(pooled, linear=True).double() @ weight.T + bias
+    tolerance = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
+    return bool((logits - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1e-12))
+
+
+# ------------------------------------------------------------------------------------------ reading samples
 
 
 class MemoryStore:
@@ -56,10 +142,10 @@ class FeatureReader:
         """Return one (n, ...) tensor per view and the (n,) positions of this process's readable images, and
         the unreadable images of all processes. Chunks that are not in the cache are computed."""
         stores = self._open_stores(cache)
-        chunks = list(local_batches(-(-len(self.samples) // IMAGES_PER_CHUNK)))
-        missing = [set(store.missing(chunks)) | self._readable_again(store, chunks) for store in stores]
-        skipped = self._compute_missing(stores, chunks, missing)
-        index = torch.tensor([i for chunk in chunks for i in self._rows(chunk)], dtype=torch.int64)
+        local = local_batches(-(-len(self.samples) // IMAGES_PER_CHUNK))
+        missing = [set(store.missing(local)) | self._readable_again(store, local) for store in stores]
+        skipped = self._compute_missing(stores, local, missing)
+        index = torch.tensor([i for chunk in local for i in self._rows(chunk)], dtype=torch.int64)
         views = [store.read() if world_size() == 1 else store.read()[index] for store in stores]
         unread = torch.stack([view[:, 0].isnan() for view in views]).any(0)
         if bool(unread.any()):
@@ -75,23 +161,23 @@ class FeatureReader:
     def _rows(self, chunk: int) -> range:
         return range(chunk * IMAGES_PER_CHUNK, min((chunk + 1) * IMAGES_PER_CHUNK, len(self.samples)))
 
-    def _readable_again(self, store: FeatureStore | MemoryStore, chunks: list[int]) -> set[int]:
+    def _readable_again(self, store: FeatureStore | MemoryStore, local: range) -> set[int]:
         """Return the chunks with an image that was unreadable when they were computed, and no longer is."""
-        local, again = set(chunks), set[int]()
+        again = set[int]()
         if isinstance(store, FeatureStore):
             for i in store.read()[:, 0].isnan().nonzero()[:, 0].tolist():
                 chunk = i // IMAGES_PER_CHUNK
-                if chunk in local - again and _read_error(self.samples[i]) is None:
+                if chunk in local and chunk not in again and _read_error(self.samples[i]) is None:
                     again.add(chunk)
         return again
 
     def _compute_missing(
-        self, stores: Sequence[FeatureStore | MemoryStore], chunks: list[int], missing: list[set[int]]
+        self, stores: Sequence[FeatureStore | MemoryStore], local: range, missing: list[set[int]]
     ) -> dict[str, str]:
         """Compute the chunks that a store misses; return why which image could not be read."""
         samples, config = self.samples, self.config
         todo = sorted(set[int]().union(*missing))
-        total = sum(len(self._rows(chunk)) for chunk in chunks)
+        total = sum(len(self._rows(chunk)) for chunk in local)
         done = total - sum(len(self._rows(chunk)) for chunk in todo)
         if self.progress and done:
             self.progress(self.stage, done, total)

@@ -21,8 +21,7 @@ from sigcam.data.sample import Sample, Samples
 from sigcam.models.preprocess import Transform
 from sigcam.network.dual import DualBranch
 from sigcam.training.feature_cache import DTYPES
-from sigcam.training.feature_reader import FeatureReader
-from sigcam.training.head_inputs import HeadInputs
+from sigcam.training.feature_reader import FeatureReader, HeadInputs
 from sigcam.training.loss import as_targets, check_labels
 
 TrainingData = Samples | Sequence[Sample] | Dataset[Any] | DataLoader[Any]

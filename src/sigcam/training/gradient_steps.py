@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -91,15 +90,6 @@ class HeadTrainer:
         if not all(bool(torch.isfinite(p).all()) for p in self.parameters):
             raise DataError(f"training diverged at lr={self.lr:g}: try a smaller one.")
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what training goes on from."""
-        return {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
-        self.head.load_state_dict(state["head"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
 
 # ------------------------------------------------------------------------------------------ cached features
 
@@ -168,7 +158,8 @@ def train_fresh(
     trainer, losses, skipped = HeadTrainer(net, pos_weight, config), list[float](), dict[str, str]()
     checkpoint = _checkpoint(net, data, config, transform, cache)
     if state := checkpoint.load(map_location=net.device):
-        trainer.load_state_dict(state["trainer"])
+        trainer.head.load_state_dict(state["head"])
+        trainer.optimizer.load_state_dict(state["optimizer"])
         losses, skipped = state["losses"], state["skipped"]
     for epoch in range(len(losses), epochs):
         torch.manual_seed(config.seed * 1000 + epoch)  # a resumed run draws what an uninterrupted one does
@@ -186,15 +177,11 @@ def train_fresh(
             raise DataError(f"there are no images to fit on: {reason}")
         trainer.check_finite()
         losses.append(total / count)
-        checkpoint.save({"trainer": trainer.state_dict(), "losses": losses, "skipped": skipped})
+        state = {"head": trainer.head.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+        checkpoint.save({**state, "losses": losses, "skipped": skipped})
     checkpoint.remove()
-    return TrainedHead(
-        trainer.head,
-        tuple(losses),
-        l2=0.0,
-        skipped=tuple(skipped.items()),
-        seconds={"training": time.perf_counter() - began},
-    )
+    seconds = {"training": time.perf_counter() - began}
+    return TrainedHead(trainer.head, tuple(losses), 0.0, skipped=tuple(skipped.items()), seconds=seconds)
 
 
 def _checkpoint(
