@@ -31,11 +31,10 @@ from sigcam.training.features import (
     labels_of,
     match_labels,
 )
-from sigcam.training.gradient_steps import train_cached, train_fresh
 from sigcam.training.loss import check_labels, pos_weights, positives_of
+from sigcam.training.recipes import TrainedHead, solve_head, train_cached, train_fresh
 from sigcam.training.settings import check_fit_config
-from sigcam.training.solved_head import solve_head
-from sigcam.training.training_set import TrainedHead, choose_held_out, make_training_set
+from sigcam.training.training_set import choose_held_out, make_training_set
 
 log = logging.getLogger("sigcam")
 

@@ -92,11 +92,10 @@ def train_classifier(
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["ratio"]
             done, total = (number - first) * per_epoch, (epochs - first) * per_epoch
-            report = partial(_report, progress, done, total)
-            loss, accuracy = _train_epoch(
-                classifier, samples, config, number, optimizer, trained, skipped, report
-            )
-            report = partial(_report, progress, done + len(samples), total)
+            report = partial(_report, progress, total, done)
+            _train_mode(model, trained, config)
+            loss, accuracy = _train_epoch(classifier, samples, config, number, optimizer, skipped, report)
+            report = partial(_report, progress, total, done + len(samples))
             val_accuracy = None if val is None else _val_accuracy(classifier, val, config, report)
             history.append(Epoch(loss, accuracy, val_accuracy, lr, time.perf_counter() - began))
             saved.save(
@@ -119,7 +118,7 @@ def _result(
     return TrainResult(tuple(history), images, sum(trained.values()), tuple(skipped.items()))
 
 
-def _report(progress: Progress | None, before: int, total: int, done: int) -> None:
+def _report(progress: Progress | None, total: int, before: int, done: int) -> None:
     if progress:
         progress("training", before + done, total)
 
@@ -285,26 +284,18 @@ def _train_epoch(
     config: TrainConfig,
     number: int,
     optimizer: torch.optim.Optimizer,
-    trained: dict[str, int],
     skipped: dict[str, str],
     report: Callable[[int], None],
 ) -> tuple[float, float]:
     """Train for one epoch on augmented images; return the mean loss and the accuracy before each step."""
     model, device = classifier.model, next(classifier.model.parameters()).device
+    step = partial(_step, model, optimizer, classes=len(samples.classes), autocast=config.autocast)
     count, correct, loss = 0, 0, 0.0
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed_of(config.seed, number, "dropout"))
-        _train_mode(model, trained, config)
         shuffled, view = _training_views(classifier, samples, config, number)
         for images, labels in read_batches(shuffled, view, config, device, skipped, report):
-            losses, hits = _step(
-                model,
-                optimizer,
-                images.to(device),
-                labels.to(device),
-                classes=len(samples.classes),
-                autocast=config.autocast,
-            )
+            losses, hits = step(images.to(device), labels.to(device))
             count, correct, loss = count + len(images), correct + hits, loss + losses
     model.eval()
     if not math.isfinite(loss) or not all(bool(torch.isfinite(p).all()) for p in model.parameters()):

@@ -1,4 +1,4 @@
-"""The class-balanced loss (Eq. 12), its weights and its targets."""
+"""The class-balanced loss (Eq. 12), its weights and targets."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sigcam.core.errors import DataError
 
 
 def balanced_bce(logits: Tensor, labels: Tensor, pos_weight: float | Tensor | None = None) -> Tensor:
-    """Eq. 12: mean binary cross-entropy over B x C, positives weighted C - 1.
+    """Return the mean binary cross-entropy over B x C, positives weighted by C - 1 (Eq. 12).
 
     Args:
         labels: (B,) class indices, or (B, C) with 1 for each class that is present.
-        pos_weight: another weight, or one per class. With one logit the default is negatives / positives
-            among the labels.
+        pos_weight: another weight, or one per class. For one logit the default is negatives / positives
+            of the labels.
     """
     classes = logits.shape[1]
     targets = as_targets(labels, classes)
@@ -26,8 +26,8 @@ def balanced_bce(logits: Tensor, labels: Tensor, pos_weight: float | Tensor | No
 
 
 def pos_weights(given: float | str, positives: Tensor, images: int) -> Tensor:
-    """(C,) weight of a positive label of each class: a number for all; "balanced", C - 1; or "counts",
-    negatives / positives, which "balanced" is for one logit too."""
+    """Return the (C,) weight of a positive label: a number; "balanced", C - 1; or "counts", negatives /
+    positives of each class, which is what "balanced" means for one logit."""
     classes = len(positives)
     if given == "counts" or (given == "balanced" and classes == 1):
         positives = positives.double()
@@ -38,7 +38,7 @@ def pos_weights(given: float | str, positives: Tensor, images: int) -> Tensor:
 
 
 def positives_of(labels: Tensor, classes: int) -> Tensor:
-    """(C,) how many of the images show each class, from (B,) indices or (B, C) zeros and ones."""
+    """Return the (C,) number of images of each class, from (B,) indices or (B, C) zeros and ones."""
     if labels.ndim == 2:
         return labels.long().sum(0)
     if classes == 1:
@@ -47,7 +47,7 @@ def positives_of(labels: Tensor, classes: int) -> Tensor:
 
 
 def as_targets(labels: Tensor, classes: int) -> Tensor:
-    """Labels as (B, C) zeros and ones; with one logit, labels are 0 and 1."""
+    """Return labels as (B, C) zeros and ones; for one logit, labels are 0 and 1."""
     check_labels(labels, classes)
     if labels.ndim == 2 and labels.shape[1] == classes:
         return labels
@@ -56,7 +56,7 @@ def as_targets(labels: Tensor, classes: int) -> Tensor:
 
 
 def check_labels(labels: Tensor, classes: int) -> None:
-    """DataError unless labels are (B,) indices of the classes, or (B, C) zeros and ones."""
+    """Raise DataError unless labels are (B,) class indices or (B, C) zeros and ones."""
     if labels.ndim == 2 and labels.shape[1] == classes:
         if not bool(((labels == 0) | (labels == 1)).all()):
             raise DataError("labels of shape (B, C) must be 0 or 1: which classes are present.")
@@ -65,9 +65,9 @@ def check_labels(labels: Tensor, classes: int) -> None:
         raise DataError(
             f"labels must be (B,) class indices or (B, {classes}) zeros and ones, not {tuple(labels.shape)}."
         )
-    most = max(classes, 2) - 1  # one logit tells two classes apart
-    if len(labels) and (int(labels.min()) < 0 or int(labels.max()) > most):
+    highest = max(classes, 2) - 1  # one logit separates two classes
+    if len(labels) and (int(labels.min()) < 0 or int(labels.max()) > highest):
         raise DataError(
             f"labels run from {int(labels.min())} to {int(labels.max())}, the classifier's classes from 0 "
-            f"to {most}."
+            f"to {highest}."
         )

@@ -1,19 +1,16 @@
-"""TrainingSet: the rows that a head is trained on; TrainedHead: what a recipe returns."""
+"""TrainingSet: the rows that a head is trained on, some of them held out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from sigcam.core.config import FitConfig
 from sigcam.core.distributed import all_gather, world_size
-from sigcam.core.types import Skipped
-from sigcam.metrics.classification import Quality
 from sigcam.network.dual import DualBranch
-from sigcam.network.sigmoid_head import SigmoidHead
 from sigcam.training.features import Features
 from sigcam.training.logistic import Rows
 
@@ -54,20 +51,6 @@ class TrainingSet(Rows):
         rows = self.select(self.scored)
         parts = all_gather((logits(rows.features).double().cpu(), rows.targets(torch.arange(classes)).cpu()))
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
-
-
-@dataclass(frozen=True)
-class TrainedHead:
-    """A trained copy of the branch's head. The other fields are those of `FitResult`."""
-
-    head: SigmoidHead
-    losses: tuple[float, ...]
-    l2: float
-    search: tuple[tuple[float, float], ...] = ()
-    quality: Quality | None = None
-    gradient: float | None = None
-    skipped: tuple[Skipped, ...] = ()
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 def make_training_set(
