@@ -15,11 +15,10 @@ from sigcam.bench.tables import methods_for
 from sigcam.core.config import FitConfig
 from sigcam.core.types import Progress
 from sigcam.data.sample import Samples
-from sigcam.drawing.overlay import grid, overlay, with_boxes
+from sigcam.drawing.overlay import TRUTH_COLOUR, grid, overlay, with_boxes
 from sigcam.methods.explainer import explain
 from sigcam.metrics.boxes import scaled_boxes
 from sigcam.network.dual import DualBranch
-from sigcam.reports.evaluation_report import TRUTH_COLOUR
 from sigcam.reports.figures import distortions_figure
 
 

@@ -9,10 +9,9 @@ from PIL import Image
 
 from sigcam.core.errors import DataError
 from sigcam.data.sample import Sample, Samples
-from sigcam.drawing.overlay import font, grid, with_boxes, with_outline
+from sigcam.drawing.overlay import TRUTH_COLOUR, font, grid, with_boxes, with_outline
 
 GROUND = (236, 236, 238)
-BOX, OBJECT = "#e53935", "#ffeb3b"  # red, yellow
 
 
 def contact_sheet(
@@ -55,14 +54,14 @@ def annotated(sample: Sample, cell: int) -> Image.Image:
     small = (max(1, round(width * scale)), max(1, round(height * scale)))
     image = image.resize(small, Image.Resampling.LANCZOS)
     if sample.open_mask is not None:
-        image = with_outline(image, sample.open_mask(), OBJECT)
+        image = with_outline(image, sample.open_mask())
     sx, sy = small[0] / width, small[1] / height
     boxes = [  # x1 and y1 are the last pixel inside
         (x0 * sx, y0 * sy, min((x1 + 1) * sx, small[0]) - 1, min((y1 + 1) * sy, small[1]) - 1)
         for x0, y0, x1, y1 in sample.boxes or ()
     ]
     page = Image.new("RGB", (cell, cell), GROUND)
-    page.paste(with_boxes(image, boxes, BOX), ((cell - small[0]) // 2, (cell - small[1]) // 2))
+    page.paste(with_boxes(image, boxes, TRUTH_COLOUR), ((cell - small[0]) // 2, (cell - small[1]) // 2))
     return page
 
 

@@ -17,6 +17,7 @@ from sigcam.metrics.boxes import foreground
 # Evenly spaced colours to interpolate: lightness rises steadily in HEAT and peaks at zero in SIGNED.
 HEAT = ("000004", "1b0c41", "4a0c6b", "781c6d", "a52c60", "cf4446", "ed6925", "fb9b06", "f7d13d", "fcffa4")
 SIGNED = ("2a4b9b", "5a7fc4", "98b6de", "d3dff0", "f7f7f7", "f6d9cc", "e8a48c", "c9604f", "9c1f2e")
+TRUTH_COLOUR = "#e53935"  # of ground-truth boxes
 INK, PAPER = (28, 28, 30), (255, 255, 255)
 MIN_WIDTH = 200  # pixels that the numbers of a colour bar need
 

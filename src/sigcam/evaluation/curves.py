@@ -29,7 +29,7 @@ class Curves:
 
     boxes: Mapping[str, Tensor]
     pixels: Mapping[str, Tensor]
-    differences: Mapping[tuple[MetricKey, str, str | None], Interval]
+    differences: Differences
 
 
 def curves_of(result: Result) -> Curves:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sigcam.core.distributed import all_gather, local_batches
 from sigcam.core.errors import ConfigError, DataError
-from sigcam.core.manifest import versions
 from sigcam.core.types import Progress, Skipped
 from sigcam.data.fingerprint import data_fingerprint
 from sigcam.data.labels import match_classes
@@ -88,7 +87,9 @@ def evaluate(
     rest, spawn = local[done:], net.device.type == "cuda"
     for batch in load_batches(rest, transform, batch_size=batch_size, workers=workers, spawn=spawn):
         if batch.skipped and not skip_unreadable:
-            raise _unreadable(*batch.skipped[0])
+            id, reason = batch.skipped[0]
+            advice = "Repair it, or skip such images (skip_unreadable=True, --skip-unreadable)."
+            raise DataError(f"image {id}: {reason} {advice}")
         if len(batch.images):
             for variant, record in evaluator.records(batch, [rest[i] for i in batch.indices], variants):
                 table.update(variant, record)
@@ -99,8 +100,7 @@ def evaluate(
             progress("maps", done, len(local))
 
     skipped = [pair for part in all_gather(skipped) for pair in part]
-    about = _about(evaluator, samples, transform, skipped)
-    result = table.result(left_out, skipped, about | _provenance(table), val)
+    result = table.result(left_out, skipped, _about(evaluator, samples, transform, skipped), val)
     checkpoint.remove()
     return result
 
@@ -151,7 +151,7 @@ def evaluate_maps(
         "data_fingerprint": data_fingerprint(_as_samples(samples)),
         "map_sizes": sorted(set[str]().union(*all_gather(sizes))),
     }
-    return table.result(left_out, (), about | _provenance(table), val)
+    return table.result(left_out, (), about, val)
 
 
 def _check_arguments(
@@ -211,12 +211,6 @@ def _local_indices(count: int, batch_size: int) -> list[int]:
     return [i for b in batches for i in range(b * batch_size, min((b + 1) * batch_size, count))]
 
 
-def _unreadable(id: str, reason: str) -> DataError:
-    return DataError(
-        f"image {id}: {reason} Repair it, or skip such images (skip_unreadable=True, --skip-unreadable)."
-    )
-
-
 def _about(
     evaluator: BatchEvaluator, samples: Samples, transform: Any, skipped: Sequence[Skipped]
 ) -> dict[str, Any]:
@@ -237,10 +231,6 @@ def _about(
         "confidence": {scorer: SCORERS[scorer] for scorer in evaluator.scorers},
         "masking": "the normalised image times the predicted class's map",
     }
-
-
-def _provenance(table: MetricTable) -> dict[str, Any]:
-    return {"definitions": table.definitions(), "versions": versions()}
 
 
 def _as_samples(samples: Samples | Iterable[Sample], net: DualBranch | None = None) -> Samples:

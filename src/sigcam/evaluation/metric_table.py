@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sigcam.core.distributed import all_reduce_sum
+from sigcam.core.manifest import versions
 from sigcam.evaluation.batch import NO_MAPS, Variant
 from sigcam.evaluation.registry import BatchRecord, MetricSpec
 from sigcam.evaluation.result import MetricKey, Metrics, Result, Row, metric_rows
@@ -84,9 +85,6 @@ class MetricTable:
             if variant != NO_MAPS:
                 value: Row = {"metric": "blank_maps", "value": 100 * blank / images, "images": images}
                 rows.append({**variant._asdict(), **empty, **value})
+        definitions = {name: spec.definition for name, spec in self._specs.items()}
+        about = {**about, "definitions": definitions, "versions": versions()}
         return Result(tuple(rows), tuple(left_out), tuple(skipped), about, Metrics(self._metrics))
-
-    def definitions(self) -> dict[str, str]:
-        """The first paragraph of each metric's docstring."""
-        texts = {name: spec.metric_class.__doc__ or "" for name, spec in self._specs.items()}
-        return {name: " ".join(text.split("\n\n")[0].split()) for name, text in texts.items()}

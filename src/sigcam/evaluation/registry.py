@@ -92,6 +92,11 @@ class MetricSpec:
         """Whether larger values are better; None if neither is."""
         return getattr(self.metric_class, "higher_is_better", None)
 
+    @property
+    def definition(self) -> str:
+        """The first paragraph of the metric's docstring."""
+        return " ".join((self.metric_class.__doc__ or "").split("\n\n")[0].split())
+
     def create(self, *, intervals: bool) -> Any:
         """A new metric, which keeps a row per image if it can and intervals are wanted."""
         keeps_rows = isinstance(self.metric_class, type) and issubclass(self.metric_class, ImageMetric)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sigcam.core.manifest import provenance
 from sigcam.drawing.charts import Line, line_chart
-from sigcam.drawing.overlay import overlay, with_boxes
+from sigcam.drawing.overlay import TRUTH_COLOUR, overlay, with_boxes
 from sigcam.evaluation.curves import Curves
 from sigcam.evaluation.examples import Example, Examples, compared
 from sigcam.evaluation.registry import METRICS, metric_of
@@ -34,7 +34,6 @@ from sigcam.reports.html import (
 
 MAX_CARDS = 6  # images per section
 MAX_LINES = 6  # lines per chart
-TRUTH_COLOUR = "#e53935"
 CHART_STEP = 10  # draw every tenth of the 1001 thresholds: a chart has no more pixels
 TABLE_TITLES = {
     "oracle": "Boxes, at the threshold that is best for these very images",
