@@ -83,16 +83,11 @@ class _Decoded:
     reason: str | None = None
 
 
+@dataclass(frozen=True)
 class _DecodedSamples(Dataset[_Decoded]):
-    def __init__(
-        self,
-        samples: Samples,
-        transform: Callable[[Image.Image], Tensor] | None,
-        keep_pictures: bool,
-    ) -> None:
-        self.samples = samples
-        self.transform = transform
-        self.keep_pictures = keep_pictures
+    samples: Samples
+    transform: Callable[[Image.Image], Tensor] | None
+    keep_pictures: bool
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -104,9 +99,8 @@ class _DecodedSamples(Dataset[_Decoded]):
         except (DataError, OSError) as error:
             return _Decoded(index, sample, reason=str(error))
         tensor = self.transform(picture) if self.transform else None
-        return _Decoded(
-            index, sample, ImageSize(*picture.size), tensor, picture if self.keep_pictures else None
-        )
+        kept = picture if self.keep_pictures else None
+        return _Decoded(index, sample, ImageSize(*picture.size), tensor, kept)
 
 
 def _collate(decoded: list[_Decoded]) -> Batch:

@@ -58,11 +58,8 @@ def _build_torchvision(name: str, num_classes: int | None, pretrained: bool) -> 
     if pretrained:
         state = match_names(_published(spec, preset), model)
         load_weights(model, state, source=preset.url, target=spec, num_classes=num_classes)
-    transform = Preprocess(
-        *(size, size, tuple(evaluation.mean), tuple(evaluation.std)),
-        evaluation.interpolation.value,
-        evaluation.resize_size[0],
-    )
+    mean, std, kernel = tuple(evaluation.mean), tuple(evaluation.std), evaluation.interpolation.value
+    transform = Preprocess(size, size, mean, std, kernel, evaluation.resize_size[0])
     return model, transform, names if num_classes in (None, len(names)) else None
 
 

@@ -39,12 +39,6 @@ class Backbone:
     has_head: bool
     head_prefixes: tuple[str, ...]
 
-    def preset(self) -> Any:
-        """Return torchvision's first published weights."""
-        from torchvision.models import get_model_weights
-
-        return get_model_weights(self.source).IMAGENET1K_V1
-
     def initial_state(
         self, model: nn.Module, published: Mapping[str, Tensor], classes: int
     ) -> dict[str, Tensor]:
@@ -249,7 +243,9 @@ def build_wsol(
     classes = num_classes or IMAGENET_CLASSES
     model = backbone.build(classes)
     if published:
-        preset = backbone.preset()
+        from torchvision.models import get_model_weights
+
+        preset = get_model_weights(backbone.source).IMAGENET1K_V1
         state = backbone.initial_state(model, published(preset, backbone.old_file), classes)
         load_weights(model, state, source=preset.url, target=spec, num_classes=num_classes)
     return model

@@ -49,7 +49,7 @@ def wsol(root: str | Path, *, split: str = "train", pictures: bool = True) -> Sa
     home = _split_folder(root, base_split)
     id_list = home / (IDS_FILE if base_split == split else f"{Path(IDS_FILE).stem}_proxy.txt")
     ids = _read_ids(id_list)
-    labels, sizes = _read_labels(home / LABELS_FILE), _read_sizes(home / SIZES_FILE)
+    labels, sizes = _read_class_labels(home / LABELS_FILE), _read_sizes(home / SIZES_FILE)
     boxes, masks = dict[str, LineBoxes](), dict[str, MaskFiles]()
     lines = list(_lines(home / LOCALIZATION_FILE))
     if lines and _ends_in_number(lines[0][1]):
@@ -248,7 +248,7 @@ def _read_ids(path: Path) -> dict[str, int]:
     return ids
 
 
-def _read_labels(path: Path) -> dict[str, tuple[int, int]]:
+def _read_class_labels(path: Path) -> dict[str, tuple[int, int]]:
     """Return (label, line number) by id."""
     labels = dict[str, tuple[int, int]]()
     for number, id, (label,) in _number_rows(path, 1, "<id>,<label>"):
