@@ -47,13 +47,6 @@ class EvaluateOptions(
     intervals: bool = option("95 % bootstrap intervals.", False)
     output: Path = Path("evaluation")
 
-    @property
-    def source(self) -> dict[str, str]:
-        """What drew the maps."""
-        if self.maps:
-            return {"maps": str(self.maps)}
-        return {"model": self.model, "branch": self.branch}
-
 
 def evaluate_command(options: EvaluateOptions) -> None:
     """Measure maps on annotated images: maps in a folder, or maps that a network draws."""
@@ -85,7 +78,7 @@ def evaluate_command(options: EvaluateOptions) -> None:
                 if net is not None:
                     loading: Any = {"batch_size": o.batch_size, "workers": o.workers, "progress": progress}
                     examples = collect_examples(net, samples, result, **loading)
-                facts = {**o.source, "data": o.data, "split": o.split}
+                facts = {**_source(o), "data": o.data, "split": o.split}
                 page = evaluation_page(result, curves, examples, [item for item in facts.items() if item[1]])
                 write_text_atomic(o.output / "report.html", page)
         if rank() == 0:
@@ -179,7 +172,7 @@ def _write_results(result: Result, options: EvaluateOptions) -> None:
         data=options.data,
         split=options.split,
         limit=options.limit,
-        **options.source,
+        **_source(options),
         about=result.about,
         left_out=result.left_out,
         skipped=result.skipped,
@@ -198,6 +191,12 @@ def _show(result: Result, options: EvaluateOptions) -> None:
     show_skips(result.skipped)
     written = "results.json, report.html" if options.report else "results.json"
     typer.echo(f"{written} and manifest.json are in {options.output}")
+
+
+def _source(options: EvaluateOptions) -> dict[str, str]:
+    """Return what drew the maps."""
+    o = options
+    return {"maps": str(o.maps)} if o.maps else {"model": o.model, "branch": o.branch}
 
 
 def _words(text: str | None) -> list[str] | None:

@@ -124,8 +124,8 @@ def explain_command(options: ExplainOptions) -> None:
         return
     show_maps(rows, fitted=config.branch == "sigmoid")
     show_skips(skipped)
-    written = "explanation.json and report.html" if o.report else "explanation.json"
-    typer.echo(f"{len(rows)} overlay(s), maps and {written} are in {o.output}")
+    files = "maps, explanation.json and report.html" if o.report else "maps and explanation.json"
+    typer.echo(f"{len(rows)} overlay(s), {files} are in {o.output}")
 
 
 def class_index(name: str | None, net: DualBranch) -> int | None:
