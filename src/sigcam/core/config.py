@@ -30,8 +30,9 @@ class FitConfig:
             at the class frequencies of the data.
         epochs, lr: epochs and learning rate of gradient training; None for the recipe's defaults (10 and
             0.001; "fast": at most 30 epochs). Not used when "fast" solves a linear head.
-        decay_every, weight_decay: "paper-code" only: weight decay, and the number of epochs after which the
-            learning rate is divided by 10.
+        decay_every: "paper-code" only: the learning rate is divided by 10 at the start of every
+            `decay_every`-th epoch.
+        weight_decay: "paper-code" only: weight decay.
         batch_norm: "paper-code" only: "eval" uses the running statistics, "batch" those of each batch.
         batch_size: images per gradient step.
         precision: dtype of cached features; use bfloat16 if they exceed 65504.
@@ -70,7 +71,7 @@ class TrainConfig:
         lr: learning rate of the features, or of Adam for a probe.
         head_lr_ratio: learning rate of the last stage, as a multiple of `lr`.
         weight_decay: weight decay of weights and biases; None for 1e-4 on a ResNet, 5e-4 otherwise.
-        decay_every: number of epochs after which the learning rate is divided by 10.
+        decay_every: the learning rate is divided by 10 at the start of every `decay_every`-th epoch.
         freeze_until: name of the first module to train; modules defined before it keep their weights and
             statistics. None trains all.
         pretrained: False starts from random weights.

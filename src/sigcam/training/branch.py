@@ -121,7 +121,7 @@ def fit(
             if isinstance(data, Features):
                 raise ConfigError(f"recipe {config.recipe} computes features in every epoch: give it images.")
             data = match_labels(net, data)
-            labels = _read_labels(net, data, config)
+            labels = _all_labels(net, data, config)
             pos_weight = _positive_weights(labels, net.classes, config, ())
             trained = train_fresh(net, data, pos_weight, config, transform, folder, progress)
         return _install(net, data, config, trained, labels, pos_weight)
@@ -154,7 +154,7 @@ def _check_negatives(features: Features) -> Features:
     return features
 
 
-def _read_labels(net: DualBranch, data: TrainingData, config: FitConfig) -> Tensor:
+def _all_labels(net: DualBranch, data: TrainingData, config: FitConfig) -> Tensor:
     """Return all labels, (B,) or (B, C)."""
     if isinstance(data, Samples):
         return labels_of(data)
