@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sigcam.core.errors import AttachError
 from sigcam.network.attachment import attach
 from sigcam.network.dual import DualBranch
-from sigcam.network.layout import FeatureLayout
+from sigcam.network.feature_layer import FeatureLayout
 from sigcam.network.trace import logits_of
 from support.nets import (
     WRAPPINGS,

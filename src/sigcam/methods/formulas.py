@@ -18,16 +18,10 @@ def over_cells(values: Tensor) -> Tensor:
     return values.sum((-2, -1), keepdim=True)
 
 
-# ----------------------------------------------------------------------------------- from the head's weights
-
-
 @method("cam", finish="min-max", needs="linear", in_logits=True, light=True)
 def cam(probe: Probe) -> Tensor:
     """The class's row of the last layer (Zhou et al., 2016), for global average + linear heads."""
     return probe.head_weight[..., None, None]
-
-
-# ---------------------------------------------------------------------------------------- from gradients
 
 
 @method("grad-cam", gives="gradients", in_logits=True, light=True)
@@ -63,9 +57,6 @@ def hires_cam(probe: Probe) -> Tensor:
     return probe.grads
 
 
-# -------------------------------------------------------------------------------------- from perturbations
-
-
 @method("score-cam", perturbs="images", signed=False)
 def score_cam(probe: Probe) -> Tensor:
     """Softmax over channels of the scores of the image masked by each (Wang et al., 2020; Eq. 7)."""
@@ -91,9 +82,6 @@ def ablation_cam(probe: Probe) -> Tensor:
     scores = probe.scores.detach().double()[..., None]  # (B, K, 1)
     lost = (scores - probe.ablated) / scores.abs().clamp(min=1e-12)
     return lost.to(probe.features.dtype)[..., None, None]
-
-
-# --------------------------------------------------------------------------------- from principal components
 
 
 def first_component(matrix: Tensor, towards: Tensor) -> Tensor:
@@ -126,9 +114,6 @@ def eigengrad_cam(probe: Probe) -> Tensor:
     the map positive where those are."""
     flat = (probe.grads * probe.features).flatten(-2)
     return probe.grads * first_component(flat, flat.sum(-2))[..., None, None]
-
-
-# ------------------------------------------------------------------------------------------ from attention
 
 
 @method(

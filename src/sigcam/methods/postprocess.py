@@ -10,7 +10,6 @@ from torch import Tensor
 
 from sigcam.core.types import GridSize
 from sigcam.methods.map_config import MapConfig, Scale
-from sigcam.methods.raw_maps import RawMaps
 from sigcam.methods.registry import METHODS
 
 
@@ -43,20 +42,18 @@ def finish_maps(maps: Tensor, method: str, size: GridSize, scale: Scale) -> Tens
     return unit_range(maps)
 
 
-def fuse_layers(layers: list[RawMaps], config: MapConfig, size: GridSize) -> Tensor:
+def fuse_layers(layers: list[Tensor], config: MapConfig, size: GridSize) -> Tensor:
     """Return (B, K, H, W) score maps of one layer or of several fused: the mean of the layers' unit maps, or
     their maximum with all but the last layer scaled by tanh(2 M / max M) first (Layer-CAM; Jiang et al.,
     2021)."""
     if len(layers) == 1:
-        return finish_maps(layers[0].maps, config.method, size, config.scale)
+        return finish_maps(layers[0], config.method, size, config.scale)
     if METHODS[config.method].fusion == "mean":
-        units = [unit_range(layer.maps.relu(), eps=1e-7) for layer in layers]
+        units = [unit_range(maps.relu(), eps=1e-7) for maps in layers]
         return unit_range(torch.stack([resize(maps, size, "bilinear") for maps in units]).mean(0))
-    scaled = []
-    for layer in layers:
-        maps = layer.maps.relu()
-        maps = maps / maps.amax((-2, -1), keepdim=True).clamp(min=1e-30)
-        scaled.append(resize(maps if layer is layers[-1] else (2 * maps).tanh(), size, "bilinear"))
+    peaks = [maps.amax((-2, -1), keepdim=True).clamp(min=1e-30) for maps in layers]
+    *units, last = (maps.relu() / peak for maps, peak in zip(layers, peaks, strict=True))
+    scaled = [resize(maps, size, "bilinear") for maps in (*((2 * unit).tanh() for unit in units), last)]
     return unit_range(torch.stack(scaled).amax(0))
 
 

@@ -41,8 +41,6 @@ def token_shares(net: DualBranch, images: Tensor) -> tuple[Tensor, GridSize]:
         return torch.cat(shares), grid
 
 
-# ----------------------------------------------------------------------------- recording one forward pass
-
 Tokens = tuple[Tensor, int]  # a tensor and its token axis
 
 
@@ -155,8 +153,6 @@ class _AttentionRecorder(TorchFunctionMode):
         length = self.product.shape[-1]
         return {(1, length): [1], (length, 1): [0]}.get((tensor.shape[0], tensor.shape[1]), [])
 
-    # --- three ways to compute attention
-
     def _record_multi_head(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, Any]:
@@ -240,9 +236,6 @@ class _AttentionRecorder(TorchFunctionMode):
         if self.grad:
             self.layers.append(layer)
             self.sequences = [layer.output]
-
-
-# -------------------------------------------------------------------------- the architecture of the model
 
 
 def _reading_weights(first: _AttentionRecorder) -> Tensor:

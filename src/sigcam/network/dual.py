@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from sigcam.core.errors import AttachError
 from sigcam.core.types import GridSize
+from sigcam.network.feature_layer import FeaturePoint
 from sigcam.network.hooks import GradMode, HookedPass, choose_grad_mode, fresh_autocast_cache
-from sigcam.network.layout import FeaturePoint
 from sigcam.network.output_tail import Tail
 from sigcam.network.sigmoid_head import SigmoidHead
 from sigcam.network.split import Split, find_split

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sigcam.core.errors import AttachError
-from sigcam.network.layout import FeaturePoint
+from sigcam.network.feature_layer import FeaturePoint
 from sigcam.network.modules import ACTIVATIONS
 from sigcam.network.sigmoid_head import Inputs, on_tensors
 from sigcam.network.split import Split

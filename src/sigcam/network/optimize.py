@@ -87,9 +87,6 @@ def _is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-# ------------------------------------------------------------------------------------------ folding BatchNorm
-
-
 def _fold_batchnorm(model: nn.Module, example: Tensor, keep: Collection[str]) -> None:
     """Fold each BatchNorm that alone reads a convolution or linear layer into that layer's weights."""
     graph = _Graph(model, example, keep)
@@ -147,9 +144,6 @@ def _is_product(graph: _Graph, layer: ModuleOutput) -> bool:
     parameters = tuple(graph.trace.value(p) for p in (module.weight, module.bias) if p is not None)
     product = call.name in ("linear", "conv1d", "conv2d", "conv3d") and call.inputs[1:] == parameters
     return product and all(graph.reads[value] == 1 for value in parameters)
-
-
-# -------------------------------------------------------------------------------------------- memory layout
 
 
 class PackedConv2d(nn.Conv2d):

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sigcam.core.errors import AttachError
-from sigcam.network.feature_layer import FeatureFinder
-from sigcam.network.layout import FeatureLayout, FeaturePoint
+from sigcam.network.feature_layer import FeatureFinder, FeatureLayout, FeaturePoint
 from sigcam.network.modules import (
     ACTIVATIONS,
     OUTPUT_ACTIVATIONS,
