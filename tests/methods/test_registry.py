@@ -17,9 +17,8 @@ from sigcam.methods import METHODS, method
 from sigcam.methods.probe import Probe
 from sigcam.methods.registry import method_name
 from sigcam.network.attachment import attach
-from sigcam.ui.panel import Request
 from sigcam.ui.sources import available_methods, sources_of
-from sigcam.ui.viewer import Viewer
+from sigcam.ui.viewer import Request, Viewer
 from support.commands import place, run, spec
 from support.samples import picture, prepared, samples
 from support.tiny import Gap, attached

@@ -14,17 +14,18 @@ from typing import Any
 import gradio as gr
 from PIL import Image
 
+from sigcam.core.config import FitConfig
 from sigcam.core.errors import ConfigError, DataError, SigcamError
 from sigcam.data.labels import match_classes
 from sigcam.data.sample import Samples
+from sigcam.network.attachment import attach
 from sigcam.network.dual import DualBranch
-from sigcam.ui.fit_job import FitJob, Stopped
+from sigcam.training.branch import FitResult, fit
 from sigcam.ui.html import boxes_html, links_html, panels_html, progress_html, top_classes_html
 from sigcam.ui.images import ImageGallery, open_upload
-from sigcam.ui.panel import Request
 from sigcam.ui.sessions import Sessions
 from sigcam.ui.sources import Source, sources_of
-from sigcam.ui.viewer import Viewer, disagreements
+from sigcam.ui.viewer import Request, Viewer, disagreements
 
 log = logging.getLogger("sigcam")
 THRESHOLD = 0.4  # unit maps of the clamped branch seldom reach zero
@@ -51,6 +52,43 @@ def show_errors() -> Iterator[None]:
 def _session_id(request: gr.Request) -> str:
     """Identify a visitor's browser tab."""
     return f"{request.username or ''}:{request.session_hash}"
+
+
+class Stopped(Exception):
+    """A visitor stopped the fit."""
+
+
+class FitJob(threading.Thread):
+    """A thread that fits a new branch (`net`) of the given network's model; the given network stays as it is.
+
+    `stage`, `done` and `total` are its progress; `result` or `error` is set at the end.
+    """
+
+    def __init__(self, net: DualBranch, samples: Samples) -> None:
+        super().__init__(name="sigcam-fit", daemon=True)
+        settings: Any = {**net.requested, "example": net.example, "transform": net.transform}
+        self.net = attach(net.original, class_names=net.class_names, **settings)
+        self.samples = samples
+        self.stage, self.done, self.total = "starting", 0, 0
+        self.result: FitResult | None = None
+        self.error: BaseException | None = None
+        self._stop_event = threading.Event()  # Thread has a method _stop
+
+    def run(self) -> None:
+        """Fit; called in the new thread by `start`."""
+        try:
+            self.result = fit(self.net, self.samples, FitConfig(), progress=self._progress)
+        except BaseException as error:
+            self.error = error
+
+    def stop(self) -> None:
+        """Stop at the next progress report and leave the branch unfitted."""
+        self._stop_event.set()
+
+    def _progress(self, stage: str, done: int, total: int) -> None:
+        if self._stop_event.is_set():
+            raise Stopped
+        self.stage, self.done, self.total = stage, done, total
 
 
 class Page:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from sigcam.drawing.overlay import gradient
-from sigcam.ui.panel import Panel, TopClasses
-from sigcam.ui.viewer import RelativeBox, Viewer
+from sigcam.ui.viewer import ClassTable, Panel, RelativeBox, Viewer
 
 MEDIA_TYPES = {"png": "image/png", "json": "application/json"}
 
@@ -73,17 +72,17 @@ def boxes_html(boxes: Sequence[RelativeBox | None], threshold: float) -> str:
     return f"<style data-threshold={threshold:g}>{''.join(rules)}</style>"
 
 
-def top_classes_html(tables: Sequence[TopClasses], delta: float) -> str:
+def top_classes_html(tables: Sequence[ClassTable], delta: float) -> str:
     """Render each network's most probable classes with softmax probability and sigmoid evidence."""
     parts = []
-    for table in tables:
+    for title, classes in tables:
         rows = "".join(
             f"<tr><th scope=row>{escape(name)}</th><td>{_bar(probability, 6)}</td>"
             f"<td>{'not fitted' if evidence is None else _bar(evidence, 3)}</td></tr>"
-            for name, probability, evidence in table.rows
+            for name, probability, evidence in classes
         )
         parts.append(
-            f'<table class="sc-top"><caption>{escape(table.title)}</caption>'
+            f'<table class="sc-top"><caption>{escape(title)}</caption>'
             "<thead><tr><th scope=col>likely class</th>"
             "<th scope=col>softmax probability</th><th scope=col>sigmoid evidence</th></tr></thead>"
             f"<tbody>{rows}</tbody></table>"

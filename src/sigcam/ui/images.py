@@ -9,12 +9,15 @@ from pathlib import Path
 from PIL import Image
 
 from sigcam.core.errors import DataError
-from sigcam.data.images import open_image
+from sigcam.data.images import images_from_paths, open_image
+from sigcam.data.readers.shapes import scenes, shapes
+from sigcam.data.registry import open_dataset
 from sigcam.data.sample import Sample, Samples
 from sigcam.ui.security import MAX_UPLOAD_BYTES
 
 MAX_PIXELS = 50_000_000
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow starts programs for some others
+EXAMPLES = (42, 86, 58, 64, 73, 90)  # birds of the test split that the embedded classifier localizes
 
 
 def open_upload(path: Path, uploads: Path) -> Image.Image:
@@ -80,3 +83,23 @@ class ImageGallery:
             return sample.id, sample.open()
         except DataError as error:
             raise DataError(str(error).replace(str(sample.path), sample.id)) from error
+
+
+def open_gallery(data: str, format: str | None) -> tuple[ImageGallery, bool]:
+    """Return the images to choose from, and whether they have labels to fit a branch on."""
+    if not data:
+        birds = shapes(max(EXAMPLES) + 1, split="test", size=320)
+        empty_scene = scenes(EXAMPLES[0] + 1, size=320)[-1]  # the first example without its bird
+        return ImageGallery(Samples((*(birds[i] for i in EXAMPLES), empty_scene), birds.classes)), False
+    if data.partition(":")[0] == "shapes" and format in (None, "shapes"):
+        return ImageGallery(open_dataset(data, format=format, split="test")), True
+    labelled = True
+    try:
+        samples = open_dataset(data, format=format, split="test")
+    except DataError:
+        if format is not None:
+            raise
+        samples, labelled = images_from_paths([data]), False  # raises if there are no images either
+    if not len(samples):
+        raise DataError(f"{data} contains no images.")
+    return ImageGallery(samples, Path(data)), labelled

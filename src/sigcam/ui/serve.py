@@ -62,8 +62,9 @@ def serve(options: UiOptions, announce: Callable[[str], None]) -> None:
     os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_RUN_HISTORY": "False"}  # before the import
     try:
         from sigcam.ui.handlers import Page
+        from sigcam.ui.images import open_gallery
         from sigcam.ui.layout import build_page
-        from sigcam.ui.opening import open_gallery, open_networks
+        from sigcam.ui.sources import open_networks
     except ImportError as error:
         if not (error.name or "").startswith("gradio"):
             raise

@@ -1,14 +1,22 @@
-"""Choices on the page: heads, methods and classes."""
+"""Networks of the page, and what visitors choose from: heads, methods and classes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from sigcam.methods.registry import METHODS
 from sigcam.methods.targets import Branch
 from sigcam.network.dual import DualBranch
+from sigcam.network.opening import has_shipped_branch, open_network
+from sigcam.ui.serve import UiOptions
+
+SYNTHETIC_NOTICE = (
+    "The examples are synthetic birds, unlike anything an ImageNet classifier has seen: it calls them "
+    "pinwheels and envelopes, but it finds them. Drop a photograph to see real predictions."
+)
 
 
 @dataclass(frozen=True)
@@ -60,3 +68,40 @@ def same_class(index: int, net: DualBranch, other: DualBranch) -> int | None:
         name = class_label(net, index)
         return other.class_names.index(name) if name in other.class_names else None
     return index if other.classes == net.classes else None
+
+
+def open_networks(options: UiOptions) -> tuple[dict[str, DualBranch], str]:
+    """Return the networks by name, and the notice to show above the page (may be empty)."""
+    o = options
+    first, notice = _open(o.model, o.weights, o.branch, o.device)
+    nets, notices = {_display_name(o.model): first}, [notice]
+    if (o.compare_model, o.compare_branch, o.compare_weights) != (None, None, None):
+        model = o.compare_model or o.model
+        weights = o.compare_weights or (o.weights if o.compare_model is None else None)
+        second, notice = _open(model, weights, o.compare_branch or "sigmoid", o.device)
+        names = [_display_name(o.model), _display_name(model)]
+        if names[0] == names[1]:
+            names = [f"{names[0]} A", f"{names[1]} B"]
+        nets = dict(zip(names, (first, second), strict=True))
+        notices.append(notice)
+    if not o.data and "embedded" in nets and o.weights is None:
+        notices.append(SYNTHETIC_NOTICE)
+    return nets, " ".join(dict.fromkeys(filter(None, notices)))
+
+
+def _display_name(model: str) -> str:
+    """Return the model's name without the folder of its file, which visitors need not know."""
+    kind, _, path = model.partition(":")
+    return Path(path).name if kind == "file" else model
+
+
+def _open(model: str, weights: Path | None, branch: str, device: str) -> tuple[DualBranch, str]:
+    """Return the network and a notice: a model without a fitted branch opens with an unfitted one."""
+    if branch != "sigmoid" or has_shipped_branch(model, weights):
+        return open_network(model, weights, branch, device=device).net, ""
+    net = open_network(model, weights, None, device=device).net
+    return net, (
+        f"{_display_name(model)} has no fitted branch, so its maps come from the centred softmax head and "
+        "there is no evidence score. Fit a branch (on this page with --data, or with `sigcam fit`) and "
+        "pass it as --branch."
+    )

@@ -1,4 +1,4 @@
-"""Viewer: the maps of one image, drawn from one forward pass of each network."""
+"""Viewer: the maps that a visitor requests of one image, drawn from one forward pass of each network."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,19 +22,65 @@ from sigcam.methods.explanation import data_uri
 from sigcam.methods.inputs import as_batch
 from sigcam.methods.map_config import MapConfig
 from sigcam.methods.postprocess import disagreement, finish_maps
-from sigcam.methods.targets import at_least_float32, branch_logits
+from sigcam.methods.registry import METHODS
+from sigcam.methods.targets import at_least_float32, class_logits
 from sigcam.metrics.boxes import boxes_at
 from sigcam.models.preprocess import Preprocess
 from sigcam.network.dual import DualBranch, ForwardPass
 from sigcam.ui.head_shift import probabilities, shift_head, weight_std
-from sigcam.ui.panel import Colours, Panel, Request, TopClasses
 from sigcam.ui.sources import Source, class_label, same_class
 
 DISPLAY_SIDE = 288  # pixels of the longer side
 MAX_PANELS = 12
 SCORE_CAM_CHANNELS = 64
 TOP_CLASSES = 5
+Colours = Literal["evidence", "signed"]
 RelativeBox = tuple[float, float, float, float]  # xyxy, as fractions of width and height
+ClassTable = tuple[str, list[tuple[str, float, float | None]]]  # title; rows of name, probability, evidence
+
+
+@dataclass(frozen=True)
+class Request:
+    """The maps that a visitor wants to see of an image."""
+
+    classes: tuple[int, ...]  # of the first network
+    sources: tuple[Source, ...]
+    methods: tuple[str, ...]
+    colours: Colours = "evidence"
+    shared_scale: bool = True
+
+
+@dataclass
+class Panel:
+    """One map on the page."""
+
+    source: Source
+    method: str
+    class_index: int
+    class_name: str
+    raw_map: Tensor  # (1, 1, P, Q), signed, in logits if the method gives them
+    logit: float
+    positive_share: float  # of the evidence
+    note: str
+    scale_max: float = 1.0  # value drawn in full colour
+    image_uri: str = ""
+    unit_map: Tensor = field(default_factory=lambda: torch.zeros(1, 1, 1))  # (1, H, W) in [0, 1]
+
+    @property
+    def in_logits(self) -> bool:
+        """Whether the values are logits."""
+        return METHODS[self.method].in_logits
+
+    @property
+    def unit(self) -> str:
+        """Unit of the values; panels of the same unit can share a scale."""
+        return "logits" if self.in_logits else self.method
+
+    @property
+    def follows_shift(self) -> bool:
+        """Whether a shift of the softmax head changes the map."""
+        linear = "softmax" in self.source.net.linear and self.source.net.classes > 1
+        return linear and self.source.branch != "sigmoid" and METHODS[self.method].follows_head
 
 
 class Viewer:
@@ -70,13 +117,12 @@ class Viewer:
         """Return the class that the softmax head predicts."""
         return int(probabilities(net, self.forward_pass(net)).argmax())
 
-    def top_classes(self, net: DualBranch, title: str) -> TopClasses:
+    def top_classes(self, net: DualBranch, title: str) -> ClassTable:
         """Return the most probable classes, with probabilities of the softmax head as it is shifted."""
         forward_pass = self.forward_pass(net)
         top = probabilities(net, forward_pass).topk(min(TOP_CLASSES, max(net.classes, 2))).indices.tolist()
         shifted = probabilities(net, forward_pass, self._weight_shift(net))
-        rows = [(class_label(net, k), float(shifted[k]), self._evidence(net, k)) for k in top]
-        return TopClasses(title, tuple(rows))
+        return title, [(class_label(net, k), float(shifted[k]), self._evidence(net, k)) for k in top]
 
     def update(self, request: Request) -> None:
         """Make and draw the requested panels."""
@@ -84,10 +130,7 @@ class Viewer:
             raise ConfigError("choose at least one head and one method to see maps.")
         count = max(1, len(request.classes)) * len(request.sources) * len(request.methods)
         if count > MAX_PANELS:
-            raise ConfigError(
-                f"this selection has {count} maps: choose fewer heads, methods or classes "
-                f"({MAX_PANELS} at most)."
-            )
+            raise ConfigError(f"{count} maps: choose fewer heads, methods or classes ({MAX_PANELS} at most).")
         pairs = [(source, method) for source in request.sources for method in request.methods]
         panels = [panel for pair in pairs for panel in self._panels(*pair, request, 0.0)]
         signed = request.colours == "signed"
@@ -177,9 +220,8 @@ class Viewer:
 
     def _evidence(self, net: DualBranch, class_index: int) -> float | None:
         """Return the sigmoid score of a class, or None without a fitted branch."""
-        logits = at_least_float32(self.forward_pass(net).sigmoid.detach())[0]
-        sign = -1 if net.classes == 1 and class_index == 0 else 1
-        return float((sign * logits[min(class_index, net.classes - 1)]).sigmoid()) if net.fitted else None
+        logits = class_logits(at_least_float32(self.forward_pass(net).sigmoid.detach()))
+        return float(logits[0, class_index].sigmoid()) if net.fitted else None
 
     def _weight_shift(self, net: DualBranch) -> float:
         """Return the shift of the network's softmax weights, `delta` in units of their standard deviation."""
@@ -244,13 +286,11 @@ def disagreements(first: Source, second: Source, images: Sequence[Image.Image]) 
         batch, _ = as_batch(source.net, list(images))
         forward_pass = source.net.run(batch, grad=source.net.linear != {"softmax", "sigmoid"})
         if source is first:
-            logits = branch_logits(forward_pass, "softmax").detach()
-            classes = ((logits[:, 0] > 0).long() if source.net.classes == 1 else logits.argmax(1)).tolist()
+            classes = class_logits(forward_pass.softmax_logits).argmax(1).tolist()
         known = [k for k in (same_class(k, first.net, source.net) for k in classes) if k is not None]
         if len(known) < len(classes):
             raise DataError("the two models have different classes, so their maps cannot be compared.")
-        ex = explain_pass(
-            source.net, forward_pass, MapConfig(branch=source.branch), classes=known, size=GridSize(56, 56)
-        )
+        config = MapConfig(branch=source.branch)
+        ex = explain_pass(source.net, forward_pass, config, classes=known, size=GridSize(56, 56))
         maps.append(ex.maps.detach().cpu())
     return disagreement(*maps).tolist()
