@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import sigcam
 from sigcam.cli.app import build_app
+from sigcam.methods.registry import METHODS
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
@@ -37,7 +38,12 @@ def test_the_code_of_a_page_runs(page: str, block: str, tmp_path: Path, monkeypa
         "images": images,
         "dataset": TensorDataset(images, torch.arange(6) % 3),
     }
-    exec(compile(block, page, "exec"), names)
+    registered = dict(METHODS)
+    try:
+        exec(compile(block, page, "exec"), names)
+    finally:  # a page may register a method
+        METHODS.clear()
+        METHODS.update(registered)
 
 
 def test_the_pages_of_the_readme_exist():
