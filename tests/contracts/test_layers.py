@@ -25,7 +25,7 @@ def test_the_diagram_is_drawn_from_the_contract():
 
 
 def test_an_import_against_the_layers_is_refused(tmp_path: Path):
-    """A copy of the package in which `core` imports from `cli` breaks the contract; the message names both."""
+    """A copy of the package in which `core` imports from `cli` breaks the contract, which names both."""
     ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")
     shutil.copytree(SOURCE, tmp_path / "sigcam", ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
