@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from sigcam.core.config import FitConfig
-from sigcam.data.labels import match_classes
 from sigcam.data.registry import open_dataset
+from sigcam.data.sample import match_classes
 from sigcam.evaluation.evaluator import evaluate
 from sigcam.network.opening import SHIPPED, open_network
 from sigcam.training.branch import fit

@@ -8,8 +8,7 @@ from typing import Any
 from PIL import Image
 
 from sigcam.core.types import ImageSize
-from sigcam.data.fingerprint import data_fingerprint
-from sigcam.data.sample import Sample, Samples
+from sigcam.data.sample import Sample, Samples, data_fingerprint
 
 
 def test_a_named_size_has_the_fingerprint_of_a_plain_one() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sigcam.data.masks import open_masks, resize_mask
+from sigcam.data.images import open_masks, resize_mask
 from support.data_files import (
     put,
 )

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sigcam.data.fingerprint import files_fingerprint
-from sigcam.data.sample import Samples
+from sigcam.data.sample import Samples, files_fingerprint
 from sigcam.evaluation import checkpoint as resuming
 from sigcam.evaluation.evaluator import evaluate
 from sigcam.models.preprocess import Preprocess

@@ -22,9 +22,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from sigcam.core.config import FitConfig
 from sigcam.core.errors import DataError
-from sigcam.data.labels import match_classes
 from sigcam.data.readers.shapes import shapes
-from sigcam.data.sample import Sample, Samples
+from sigcam.data.sample import Sample, Samples, match_classes
 from sigcam.models.preprocess import Preprocess
 from sigcam.network.attachment import attach
 from sigcam.network.dual import DualBranch

@@ -14,8 +14,7 @@ from sigcam.core.config import FitConfig
 from sigcam.core.distributed import all_gather, barrier, rank
 from sigcam.core.files import hash_of
 from sigcam.core.types import Progress
-from sigcam.data.labels import match_classes
-from sigcam.data.sample import Samples
+from sigcam.data.sample import Samples, match_classes
 from sigcam.evaluation.checkpoint import evaluation_facts
 from sigcam.evaluation.evaluator import evaluate
 from sigcam.evaluation.result import FIXED, Result

@@ -18,9 +18,7 @@ from sigcam.core.distributed import barrier, rank, single_process, world_size
 from sigcam.core.errors import DataError, SigcamError
 from sigcam.core.files import hash_of
 from sigcam.core.types import Progress
-from sigcam.data.fingerprint import data_fingerprint, files_fingerprint
-from sigcam.data.labels import match_classes
-from sigcam.data.sample import Samples
+from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint, match_classes
 from sigcam.evaluation.checkpoint import data_facts
 from sigcam.models.classifier import Classifier, save_classifier
 from sigcam.models.state_dict import fingerprint

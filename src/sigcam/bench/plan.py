@@ -14,9 +14,8 @@ import torch
 
 from sigcam.core.errors import DataError
 from sigcam.core.manifest import versions
-from sigcam.data.labels import check_disjoint
 from sigcam.data.registry import open_dataset
-from sigcam.data.sample import Samples
+from sigcam.data.sample import Samples, check_disjoint
 from sigcam.network.opening import SHIPPED, has_shipped_branch
 
 VGG = "wsol:vgg16-cam"

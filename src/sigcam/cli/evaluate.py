@@ -119,8 +119,8 @@ def _evaluate_network(options: EvaluateOptions, progress: Progress) -> tuple[Dua
     """Evaluate the maps of a network: by default of both heads or, without a fitted branch, of the softmax
     head, unaltered and centred."""
     from sigcam.core.distributed import rank
-    from sigcam.data.labels import check_disjoint
     from sigcam.data.registry import open_dataset
+    from sigcam.data.sample import check_disjoint
     from sigcam.evaluation.evaluator import evaluate
     from sigcam.network.opening import find_branch_file, has_shipped_branch, open_network
 

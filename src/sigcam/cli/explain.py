@@ -51,9 +51,9 @@ class ExplainOptions(
 
 def explain_command(options: ExplainOptions) -> None:
     """Draw evidence maps of images: an overlay (PNG), the map (NPY) and the scores (JSON) for each."""
-    from sigcam.data.fingerprint import data_fingerprint
     from sigcam.data.images import images_from_paths
     from sigcam.data.registry import open_dataset
+    from sigcam.data.sample import data_fingerprint
     from sigcam.methods.folder import ExplainConfig, explain_samples
     from sigcam.models.state_dict import fingerprint
     from sigcam.network.opening import open_network

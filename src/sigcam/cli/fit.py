@@ -37,9 +37,8 @@ def fit_command(options: FitOptions) -> None:
     import torch
 
     from sigcam.core.distributed import process_group, rank, world_size
-    from sigcam.data.fingerprint import data_fingerprint
-    from sigcam.data.labels import match_classes
     from sigcam.data.registry import open_training_data
+    from sigcam.data.sample import data_fingerprint, match_classes
     from sigcam.models.state_dict import fingerprint
     from sigcam.network.opening import open_network
     from sigcam.reports.fit_report import fit_details, fit_summary, plot_fit

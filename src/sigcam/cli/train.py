@@ -36,8 +36,8 @@ def train_command(options: TrainOptions) -> None:
     """Train a softmax classifier on a folder, to attach a branch to; an interrupted run continues."""
     import torch
 
-    from sigcam.data.fingerprint import data_fingerprint
     from sigcam.data.registry import open_training_data, open_validation_data
+    from sigcam.data.sample import data_fingerprint
     from sigcam.models.classifier import save_classifier
     from sigcam.models.state_dict import fingerprint
     from sigcam.network.opening import open_classifier

@@ -1,12 +1,17 @@
-"""Sample, one annotated image, and Samples, a list of them with class names."""
+"""Sample, one annotated image, and Samples, a list with class names; their fingerprints and labels."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
+from sigcam.core.errors import DataError
+from sigcam.core.files import file_stamp
 from sigcam.core.types import ImageSize
 
 if TYPE_CHECKING:
@@ -59,3 +64,76 @@ class Samples(Sequence[Sample]):
 
     def __iter__(self) -> Iterator[Sample]:
         return iter(self.items)
+
+
+def data_fingerprint(samples: Samples) -> str:
+    """Return a hash of the ids, labels, boxes, sizes and class names."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps(list(samples.classes)).encode())
+    for sample in samples:
+        size = sample.size and tuple(sample.size)  # without the names of ImageSize, as in earlier versions
+        digest.update(f"{sample.id}\0{sample.label} {sample.boxes} {size}\n".encode())
+    return digest.hexdigest()
+
+
+def files_fingerprint(samples: Samples) -> str:
+    """Return a hash of the sizes and modification times of the image and mask files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for sample in samples:
+        mask_args: tuple[Any, ...] = getattr(sample.open_mask, "args", ())  # readers use partial(open, files)
+        masks = [path for arg in mask_args for path in (arg if isinstance(arg, tuple) else (arg,))]
+        for path in (sample.path, *masks):
+            digest.update(f"{file_stamp(path)}\n".encode() if isinstance(path, Path) else b"\n")
+    return digest.hexdigest()
+
+
+def match_classes(samples: Samples, classes: int, names: Sequence[str] | None) -> Samples:
+    """Return the samples with the classifier's labels.
+
+    Classes are matched by name if the classifier has all of the names, otherwise by position: if the names
+    differ only in spelling, or if none of them is the classifier's and the counts agree.
+    """
+    count = len(samples.classes)
+    invalid = next((s for s in samples if s.label is not None and not 0 <= s.label < count), None)
+    if invalid is not None:
+        raise DataError(
+            f"image {invalid.id} has label {invalid.label}, but there are {count} classes (0 to {count - 1})."
+        )
+    if names and set(samples.classes) <= set(names):
+        label_of = {name: label for label, name in enumerate(names)}
+        relabelled = tuple(
+            sample if sample.label is None else replace(sample, label=label_of[samples.classes[sample.label]])
+            for sample in samples
+        )
+        return Samples(relabelled, tuple(names))
+    if names and len(names) == count and all(map(_same_name, samples.classes, names)):
+        return samples
+    unknown = [name for name in samples.classes if names and name not in names]
+    if 0 < len(unknown) < count:  # probably a typo: matching by position would give wrong labels
+        raise DataError(
+            f"{len(unknown)} of {count} class names are not the classifier's: "
+            f"{', '.join(unknown[:3])}. Rename or remove their folders."
+        )
+    if count == max(classes, 2):
+        return samples
+    known = f" ({', '.join(list(names)[:3])}, ...)" if names else ""
+    raise DataError(
+        f"the data has {count} classes ({', '.join(samples.classes[:3])}, ...), the classifier "
+        f"{classes}{known}: name the folders after its classes, or train a head for yours with "
+        "`sigcam train-classifier --probe`."
+    )
+
+
+def check_disjoint(samples: Samples, others: Samples, why: str) -> None:
+    """Raise DataError, ending with `why`, if an image is in both."""
+    known = {sample.path or sample.id for sample in others}
+    shared = [sample.id for sample in samples if (sample.path or sample.id) in known]
+    if shared:
+        raise DataError(f"{len(shared)} of {len(samples)} images, the first {shared[0]}, {why}")
+
+
+def _same_name(ours: str, theirs: str) -> bool:
+    """Return whether two class names differ only in case, underscores or the WordNet id of a homonym."""
+    ours, theirs = (name.replace("_", " ").casefold() for name in (ours, theirs))
+    without_id = re.sub(r" n\d{8}$", "", ours)
+    return ours == theirs or (without_id != ours and theirs.startswith(without_id))

@@ -12,8 +12,7 @@ from sigcam.core.checkpoint import Checkpoint
 from sigcam.core.distributed import rank, world_size
 from sigcam.core.manifest import versions
 from sigcam.core.types import Skipped
-from sigcam.data.fingerprint import data_fingerprint, files_fingerprint
-from sigcam.data.sample import Samples
+from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint
 from sigcam.evaluation.metric_table import MetricTable
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.dual import DualBranch

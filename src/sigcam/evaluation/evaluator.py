@@ -14,11 +14,9 @@ from torch import Tensor
 from sigcam.core.distributed import all_gather, local_batches
 from sigcam.core.errors import ConfigError, DataError
 from sigcam.core.types import Progress, Skipped
-from sigcam.data.fingerprint import data_fingerprint
-from sigcam.data.labels import match_classes
 from sigcam.data.loader import load_batches
 from sigcam.data.maps import find_maps, open_map, same_shape
-from sigcam.data.sample import Sample, Samples
+from sigcam.data.sample import Sample, Samples, data_fingerprint, match_classes
 from sigcam.evaluation.batch import SCORERS, BatchEvaluator, Scorer, Variant
 from sigcam.evaluation.checkpoint import EvalCheckpoint, evaluation_facts
 from sigcam.evaluation.metric_table import MetricTable

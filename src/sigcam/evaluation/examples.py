@@ -10,9 +10,8 @@ from torch import Tensor
 
 from sigcam.core.errors import DataError
 from sigcam.core.types import Progress
-from sigcam.data.labels import match_classes
 from sigcam.data.loader import load_batches
-from sigcam.data.sample import Samples
+from sigcam.data.sample import Samples, match_classes
 from sigcam.evaluation.batch import Variant
 from sigcam.evaluation.registry import boxes_for
 from sigcam.evaluation.result import FIXED, Result

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sigcam.core.errors import ConfigError, DataError
 from sigcam.core.types import ImageSize
-from sigcam.data.masks import resize_mask
+from sigcam.data.images import resize_mask
 from sigcam.data.sample import Sample
 from sigcam.metrics.base import ImageMetric
 from sigcam.metrics.boxes import scaled_boxes

@@ -11,10 +11,9 @@ from typing import Any, Literal
 from sigcam.core.checkpoint import Checkpoint
 from sigcam.core.errors import DataError
 from sigcam.core.types import Progress, Skipped
-from sigcam.data.fingerprint import data_fingerprint, files_fingerprint
 from sigcam.data.loader import load_batches
 from sigcam.data.maps import map_names
-from sigcam.data.sample import Samples
+from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint
 from sigcam.methods.explainer import explain
 from sigcam.methods.explanation import Explanation
 from sigcam.methods.inputs import Classes, ImageSource

@@ -13,10 +13,9 @@ from sigcam.core.config import FitConfig
 from sigcam.core.files import check_writable, write_text_atomic
 from sigcam.core.manifest import write_manifest
 from sigcam.core.types import Progress
-from sigcam.data.fingerprint import data_fingerprint
 from sigcam.data.loader import load_batches
 from sigcam.data.readers.shapes import scenes, shapes
-from sigcam.data.sample import Samples
+from sigcam.data.sample import Samples, data_fingerprint
 from sigcam.methods.explainer import explain_pass
 from sigcam.methods.map_config import MapConfig
 from sigcam.methods.targets import Branch

@@ -17,10 +17,9 @@ from sigcam.core.errors import DataError
 from sigcam.core.files import check_writable, write_atomic
 from sigcam.core.manifest import write_manifest
 from sigcam.core.types import Progress, Skipped
-from sigcam.data.fingerprint import data_fingerprint
 from sigcam.data.loader import load_batches
 from sigcam.data.registry import guess_format, open_dataset
-from sigcam.data.sample import Sample, Samples
+from sigcam.data.sample import Sample, Samples, data_fingerprint
 from sigcam.drawing.contact_sheet import contact_sheet
 from sigcam.methods.explainer import explain_pass
 from sigcam.methods.map_config import MapConfig

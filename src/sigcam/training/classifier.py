@@ -20,9 +20,8 @@ from sigcam.core.checkpoint import Checkpoint
 from sigcam.core.config import TrainConfig
 from sigcam.core.errors import ConfigError, DataError, ModelError
 from sigcam.core.types import Progress
-from sigcam.data.fingerprint import data_fingerprint, files_fingerprint
 from sigcam.data.loader import load_batches
-from sigcam.data.sample import Samples
+from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint
 from sigcam.models.classifier import Classifier
 from sigcam.models.preprocess import Transform
 from sigcam.models.state_dict import fingerprint

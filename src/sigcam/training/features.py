@@ -16,8 +16,7 @@ from sigcam.core.config import FitConfig
 from sigcam.core.distributed import all_gather, rank, world_size
 from sigcam.core.errors import DataError
 from sigcam.core.types import Progress, Skipped
-from sigcam.data.labels import match_classes
-from sigcam.data.sample import Sample, Samples
+from sigcam.data.sample import Sample, Samples, match_classes
 from sigcam.models.preprocess import Transform
 from sigcam.network.dual import DualBranch
 from sigcam.training.feature_cache import DTYPES

@@ -21,9 +21,8 @@ from sigcam.core.distributed import all_gather, single_process, world_size
 from sigcam.core.errors import ConfigError, DataError
 from sigcam.core.files import hash_of
 from sigcam.core.types import Progress, Skipped
-from sigcam.data.fingerprint import data_fingerprint, files_fingerprint
 from sigcam.data.loader import load_batches
-from sigcam.data.sample import Samples
+from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint
 from sigcam.metrics.classification import Quality, average_precision, both_ways, quality_of
 from sigcam.models.preprocess import Transform
 from sigcam.models.state_dict import fingerprint

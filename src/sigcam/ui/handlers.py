@@ -16,8 +16,7 @@ from PIL import Image
 
 from sigcam.core.config import FitConfig
 from sigcam.core.errors import ConfigError, DataError, SigcamError
-from sigcam.data.labels import match_classes
-from sigcam.data.sample import Samples
+from sigcam.data.sample import Samples, match_classes
 from sigcam.network.attachment import attach
 from sigcam.network.dual import DualBranch
 from sigcam.training.branch import FitResult, fit

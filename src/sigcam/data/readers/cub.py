@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from sigcam.core.errors import DataError
 from sigcam.core.types import ImageSize
-from sigcam.data.images import open_image, read_image_size
-from sigcam.data.masks import open_levels
+from sigcam.data.images import open_image, open_levels, read_image_size
 from sigcam.data.sample import Box, Sample, Samples
 from sigcam.data.text_files import check_box, numbered_lines
 

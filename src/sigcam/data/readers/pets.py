@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sigcam.core.errors import DataError
-from sigcam.data.images import open_image
-from sigcam.data.masks import open_levels
+from sigcam.data.images import open_image, open_levels
 from sigcam.data.sample import Sample, Samples
 from sigcam.data.text_files import MAX_CLASSES, is_whole_number, numbered_lines
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from sigcam.core.errors import DataError
 from sigcam.core.types import ImageSize
-from sigcam.data.images import open_image, read_image_size
-from sigcam.data.masks import open_masks
+from sigcam.data.images import open_image, open_masks, read_image_size
 from sigcam.data.sample import Box, Sample, Samples
 from sigcam.data.text_files import MAX_CLASSES, check_box, is_whole_number, numbered_lines
 
