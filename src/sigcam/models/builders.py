@@ -72,6 +72,7 @@ def _build_wsol(name: str, num_classes: int | None, pretrained: bool) -> Built:
 
 def _build_timm(name: str, num_classes: int | None, pretrained: bool) -> Built:
     import timm
+    from huggingface_hub import try_to_load_from_cache
 
     spec, arch = f"timm:{name}", name.partition(".")[0]
     if not timm.is_model(arch):
@@ -81,7 +82,10 @@ def _build_timm(name: str, num_classes: int | None, pretrained: bool) -> Built:
         raise _unknown(spec, f"timm weights of {arch}", name, tagged)
     published, overlay = timm.get_pretrained_cfg(name), None
     if pretrained and published and published.hf_hub_id and not _hub_answers():
-        overlay = {"file": _cached(spec, published.hf_hub_id, published.hf_hub_filename)}
+        filename = published.hf_hub_filename or "model.safetensors"
+        overlay = {"file": try_to_load_from_cache(published.hf_hub_id, filename)}
+        if not isinstance(overlay["file"], str):
+            raise _no_download(spec, "the model hub does not answer")
     try:
         model: nn.Module = timm.create_model(
             name, pretrained=pretrained, num_classes=num_classes, pretrained_cfg_overlay=overlay
@@ -91,9 +95,7 @@ def _build_timm(name: str, num_classes: int | None, pretrained: bool) -> Built:
     except RuntimeError as error:
         raise ModelError(f"cannot build {spec}: {error_line(error)}") from error
     if not model.num_classes:
-        raise ModelError(
-            f"{spec} has no head to classify with: give num_classes and train it, or name another."
-        )
+        raise ModelError(f"{spec} has no head to classify with: give num_classes and train it.")
     names = _imagenet_names() if timm.data.infer_imagenet_subset(model) == "imagenet-1k" else None
     return model, timm_preprocess(model), names if num_classes in (None, 1000) else None
 
@@ -125,9 +127,10 @@ def _build_hf(name: str, num_classes: int | None, pretrained: bool) -> Built:
     local = is_folder or not _hub_answers()
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=local)
-        names = _hf_names(config) if num_classes in (None, config.num_labels) else None
+        labels = [str(config.id2label[i]) for i in range(config.num_labels)]
+        names = None if labels == [f"LABEL_{i}" for i in range(len(labels))] else tuple(labels)
         if num_classes not in (None, config.num_labels):
-            config.num_labels = num_classes
+            config.num_labels, names = num_classes, None
         if pretrained:
             options = {"local_files_only": local, "ignore_mismatched_sizes": num_classes is not None}
             model, report = AutoModelForImageClassification.from_pretrained(
@@ -196,12 +199,6 @@ BUILDERS: dict[str, Callable[[str, int | None, bool], Built]] = {
 }
 
 
-def _hf_names(config: Any) -> tuple[str, ...] | None:
-    """Return the class names of a transformers config; None if they are LABEL_0, LABEL_1, ..."""
-    names = tuple(str(config.id2label[i]) for i in range(config.num_labels))
-    return None if names == tuple(f"LABEL_{i}" for i in range(len(names))) else names
-
-
 def _imagenet_names() -> tuple[str, ...]:
     """Return the 1000 ImageNet class names in order (crane and maillot occur twice)."""
     from torchvision.models import ResNet18_Weights
@@ -245,16 +242,6 @@ def _hub_answers() -> bool:
     except Exception:  # of requests or httpx, depending on the version
         return False
     return True
-
-
-def _cached(spec: str, repo: str, filename: str | None) -> str:
-    """Return the path of a hub repository's weights in the local cache."""
-    from huggingface_hub import try_to_load_from_cache
-
-    path = try_to_load_from_cache(repo, filename or "model.safetensors")
-    if not isinstance(path, str):
-        raise _no_download(spec, "the model hub does not answer")
-    return path
 
 
 def _no_download(spec: str, reason: str, place: str = "") -> ModelError:

@@ -1,7 +1,6 @@
 """Load and save trained classifiers: weights, preprocessing and class names."""
 
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +20,6 @@ from sigcam.models.state_dict import (
     match_names,
     read_weights,
 )
-
-log = logging.getLogger(__name__)
 
 SPECS = "timm:NAME, torchvision:NAME, hf:NAME, wsol:NAME, file:PATH.py:FUNCTION or embedded"
 

@@ -36,10 +36,9 @@ class Preprocess:
         size = [target] if isinstance(target, int) else list(target)
         # Pillow resizes, as in the models' own presets: a uint8 tensor would differ by one level at times.
         image = F.resize(image.convert("RGB"), size, interpolation=InterpolationMode(self.interpolation))
-        visible: Image.Image = (
-            image if self.resize is None else F.center_crop(image, [self.height, self.width])
-        )
-        return visible
+        if self.resize is not None:
+            image = F.center_crop(image, [self.height, self.width])
+        return image
 
     def __call__(self, image: Image.Image) -> Tensor:
         from torchvision.transforms.v2 import functional as F

@@ -13,31 +13,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchvision.models import VGG, get_model_weights, inception_v3, resnet50
+from torchvision.models.inception import BasicConv2d, InceptionA, InceptionC
+from torchvision.models.vgg import make_layers
 
 from sigcam.core.errors import ModelError
 from sigcam.models.state_dict import load_weights
 
 IMAGENET_CLASSES = 1000
-VGG_BLOCKS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # channels, convolutions
+VGG_LAYERS = [64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512]
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """A network and the torchvision weights it starts from.
+    """A network and the torchvision weights it starts from."""
 
-    Args:
-        build: returns the network with random weights, for a number of classes.
-        source: torchvision's name of the original network.
-        old_file: former name of the weights file.
-        has_head: whether the published weights include a head for 1000 classes.
-        head_prefixes: prefixes of the parameters that are new for any other number of classes.
-    """
-
-    build: Callable[[int], nn.Module]
-    source: str
-    old_file: str
-    has_head: bool
-    head_prefixes: tuple[str, ...]
+    build: Callable[[int], nn.Module]  # from a number of classes to a network with random weights
+    source: str  # torchvision's name of the original network
+    old_file: str  # former name of the weights file
+    has_head: bool  # whether the published weights include a head for 1000 classes
+    head_prefixes: tuple[str, ...]  # of the parameters that are new for any other number of classes
 
     def initial_state(
         self, model: nn.Module, published: Mapping[str, Tensor], classes: int
@@ -54,24 +49,12 @@ class Backbone:
         return state | {key: tensor for key, tensor in own.items() if key.startswith(new)}
 
 
-class Vgg(nn.Module):
+class Vgg(VGG):  # type: ignore[misc]
     """VGG-16 without its last max pooling; features are averaged to 7 x 7 for the three linear layers."""
 
     def __init__(self, classes: int, *, fine: bool) -> None:
-        super().__init__()
-        self.features = _vgg_features(pools=3 if fine else 4)
+        super().__init__(_vgg_features(fine), classes)
         self.avgpool = nn.AdaptiveAvgPool2d(7)
-        self.classifier = nn.Sequential(
-            *(nn.Linear(512 * 49, 4096), nn.ReLU(inplace=True), nn.Dropout(0.5)),
-            *(nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(0.5)),
-            nn.Linear(4096, classes),
-        )
-        _init_vgg(self)
-
-    def forward(self, images: Tensor) -> Tensor:
-        features = self.features(images)  # (B, 512, P, Q)
-        logits: Tensor = self.classifier(self.avgpool(features).flatten(1))
-        return logits
 
 
 class CamVgg(nn.Module):
@@ -79,12 +62,13 @@ class CamVgg(nn.Module):
 
     def __init__(self, classes: int, *, fine: bool) -> None:
         super().__init__()
-        self.features = _vgg_features(pools=3 if fine else 4)
+        self.features = _vgg_features(fine)
         self.conv6 = nn.Conv2d(512, 1024, 3, padding=1)
         self.relu = nn.ReLU()
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(1024, classes)
-        _init_vgg(self)
+        _init_convolutions(self, partial(nn.init.kaiming_normal_, mode="fan_out", nonlinearity="relu"))
+        _init_linear(self.fc)
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.relu(self.conv6(self.features(images)))  # (B, 1024, P, Q)
@@ -92,13 +76,11 @@ class CamVgg(nn.Module):
         return logits
 
 
-class CamInception(nn.Module):
+class CamInception(nn.Sequential):
     """InceptionV3 up to Mixed_6e without its last stride; two more convolutions, one linear layer."""
 
     def __init__(self, classes: int, *, fine: bool) -> None:
         super().__init__()
-        from torchvision.models.inception import BasicConv2d, InceptionA, InceptionC
-
         halve = partial(nn.MaxPool2d, 3, stride=2, ceil_mode=True)
         self.Conv2d_1a_3x3 = BasicConv2d(3, 32, kernel_size=3, stride=2, padding=1)
         self.Conv2d_2a_3x3 = BasicConv2d(32, 32, kernel_size=3)
@@ -120,23 +102,14 @@ class CamInception(nn.Module):
         self.SPG_A3_2b = nn.Sequential(nn.Dropout(0.5), nn.Conv2d(1024, 1024, 3, padding=1), nn.ReLU())
         self.dropout = nn.Dropout(0.5)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
+        # Pooling before the 1x1 convolution gives the same logits up to rounding.
         self.SPG_A4 = nn.Conv2d(1024, classes, 1)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        _init_convolutions(self, nn.init.xavier_uniform_)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(images)))
-        x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(self.maxpool1(x)))
-        x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(self.maxpool2(x))))
-        x = self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(self.maxpool3(x))))
-        x = self.SPG_A3_1b(self.Mixed_6e(self.Mixed_6d(x)))
-        features = self.SPG_A3_2b(x)  # (B, 1024, P, Q)
-        # Pooling before the 1x1 convolution gives the same logits up to rounding.
-        logits: Tensor = self.SPG_A4(self.avgpool(self.dropout(features))).flatten(1)
-        return logits
+        for module in self:
+            images = module(images)
+        return images.flatten(1)
 
 
 class FlatInceptionB(nn.Module):
@@ -144,8 +117,6 @@ class FlatInceptionB(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        from torchvision.models.inception import BasicConv2d
-
         self.branch3x3 = BasicConv2d(channels, 384, kernel_size=3, padding=1)
         self.branch3x3dbl_1 = BasicConv2d(channels, 64, kernel_size=1)
         self.branch3x3dbl_2 = BasicConv2d(64, 96, kernel_size=3, padding=1)
@@ -163,46 +134,38 @@ def _convolution_keys(state: Mapping[str, Tensor]) -> list[str]:
     return sorted(names, key=lambda key: (int(key.split(".")[1]), key))
 
 
-def _vgg_features(pools: int) -> nn.Sequential:
-    """Return the 13 convolutions, with max pooling after each of the first `pools` blocks."""
-    layers, channels = list[nn.Module](), 3
-    for block, (width, count) in enumerate(VGG_BLOCKS):
-        for _ in range(count):
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
-            channels = width
-        if block < pools:
-            layers.append(nn.MaxPool2d(2))
-    return nn.Sequential(*layers)
+def _vgg_features(fine: bool) -> nn.Sequential:
+    """Return the 13 convolutions with the first four max poolings, or three if `fine`."""
+    layers: nn.Sequential = make_layers([*VGG_LAYERS[:13], *VGG_LAYERS[14:]] if fine else VGG_LAYERS)
+    return layers
 
 
-def _init_vgg(model: nn.Module) -> None:
+def _init_convolutions(model: nn.Module, init_weight: Callable[[Tensor], Tensor]) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        elif isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=0.01)
-        if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+            init_weight(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def _init_linear(layer: nn.Linear) -> None:
+    nn.init.normal_(layer.weight, std=0.01)
+    nn.init.zeros_(layer.bias)
 
 
 def _resnet(classes: int, *, fine: bool) -> nn.Module:
     """Return torchvision's ResNet-50 without the stride of layer4 and, if `fine`, of layer3."""
-    from torchvision.models import resnet50
-
     model: Any = resnet50(weights=None, num_classes=classes)
     for stage in (model.layer3, model.layer4) if fine else (model.layer4,):
         for strided in (stage[0].conv2, stage[0].downsample[0]):
             strided.stride = (1, 1)
         stage[0].stride = 1
-    nn.init.normal_(model.fc.weight, std=0.01)
-    nn.init.zeros_(model.fc.bias)
+    _init_linear(model.fc)
     return model  # type: ignore[no-any-return]
 
 
 def _inception(classes: int) -> nn.Module:
     """Return torchvision's InceptionV3 without its auxiliary head and without scaling of the input."""
-    from torchvision.models import inception_v3
-
     options: dict[str, Any] = {"aux_logits": False, "transform_input": False, "init_weights": False}
     model: Any = inception_v3(weights=None, num_classes=classes, **options)
     nn.init.trunc_normal_(model.fc.weight, std=0.1, a=-2, b=2)
@@ -243,8 +206,6 @@ def build_wsol(
     classes = num_classes or IMAGENET_CLASSES
     model = backbone.build(classes)
     if published:
-        from torchvision.models import get_model_weights
-
         preset = get_model_weights(backbone.source).IMAGENET1K_V1
         state = backbone.initial_state(model, published(preset, backbone.old_file), classes)
         load_weights(model, state, source=preset.url, target=spec, num_classes=num_classes)
