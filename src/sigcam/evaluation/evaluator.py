@@ -49,7 +49,7 @@ def evaluate(
     unfinished: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Result:
-    """Measure the maps of each method and branch on annotated images (PROTOCOL 5, 6); values are percent.
+    """Measure the maps of each method and branch on annotated images; values are percent.
 
     One forward pass per batch serves all maps; confidence takes one more per method and branch, on the
     normalised images times the predicted class's map. Metrics that the samples have no annotations for are

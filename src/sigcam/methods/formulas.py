@@ -20,7 +20,7 @@ def over_cells(values: Tensor) -> Tensor:
 
 @method("cam", finish="min-max", needs="linear", in_logits=True, light=True)
 def cam(probe: Probe) -> Tensor:
-    """The class's row of the last layer (Zhou et al., 2016), for global average + linear heads."""
+    """The class's row of the last layer (Zhou et al., 2016), for global average pooling + linear heads."""
     return probe.head_weight[..., None, None]
 
 

@@ -13,7 +13,7 @@ from sigcam.metrics.base import Ids, ImageMetric, image_names, same_length, unit
 
 
 class AverageDrop(ImageMetric):
-    """Mean relative loss of confidence on image times map (PROTOCOL 6); lower is better.
+    """Mean relative loss of confidence on image times map; lower is better.
 
     A map of ones loses nothing: report `MeanMap` beside it.
     """
@@ -28,7 +28,7 @@ class AverageDrop(ImageMetric):
 
 
 class IncreaseInConfidence(ImageMetric):
-    """Images whose class scores strictly higher on image times map (PROTOCOL 6)."""
+    """Images whose class scores strictly higher on image times map."""
 
     def update(self, before: Tensor, after: Tensor, ids: Ids = None) -> None:
         """Add the class's probability on the image and on image times map, both (B,)."""

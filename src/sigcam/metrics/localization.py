@@ -164,7 +164,7 @@ def in_top(scores: Tensor, labels: Tensor, k: int = 1) -> Tensor:
 
 
 class PxAP(ImageMetric):
-    """Area under the precision-recall curve of all pixels of all images but the ignored (PROTOCOL 5.5).
+    """Area under the precision-recall curve of all pixels of all images, except ignored ones.
 
     Scores are binned between the thresholds 0, 0.001, ..., 1; the last bin is for 1 itself.
     """

@@ -47,8 +47,8 @@ def load_classifier(
 
     Args:
         weights: state dict (safetensors or torch) to load instead of downloading the published one.
-        crop: use the model's own resize and center crop instead of squashing the whole image.
-        num_classes: size of the head; if the weights have another size, the head is initialized randomly.
+        crop: use the model's own resize and centre crop instead of squashing the whole image.
+        num_classes: size of the head; if the weights have another size, the head is initialised randomly.
         pretrained: False keeps all weights random.
     """
     scheme, _, name = spec.partition(":")
