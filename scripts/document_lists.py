@@ -46,7 +46,11 @@ def methods() -> str:
 
 def _cost(method: Method) -> str:
     """Return what a method costs beyond the forward pass."""
-    needs = {"linear": "; needs a global average pooling + linear head", "attention": "; needs a plain ViT", None: ""}
+    needs = {
+        "linear": "; needs a global average pooling + linear head",
+        "attention": "; needs a plain ViT",
+        None: "",
+    }
     if method.perturbs == "images":
         cost = "one forward pass per channel (`top_n=` tries fewer)"
     elif method.perturbs == "features":
