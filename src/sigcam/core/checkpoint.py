@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 from contextlib import suppress
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +79,5 @@ def work_key(facts: Any) -> str:
 @cache
 def code_fingerprint() -> str:
     """Return a hash of sigcam's source files, so that results of different versions are never mixed."""
-    digest = hashlib.blake2b(digest_size=16)
-    root = Path(str(files("sigcam")))
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    root = Path(__file__).parents[1]
+    return hash_of([[path.relative_to(root), path.read_text("utf-8")] for path in sorted(root.rglob("*.py"))])

@@ -49,10 +49,8 @@ def check_writable(folder: Path) -> None:
         for parent in missing:
             parent.rmdir()
     except OSError as error:
-        raise ConfigError(
-            f"cannot write to the output folder {folder}: {error.strerror or error}. Choose another with "
-            "--output."
-        ) from error
+        reason = f"{folder}: {error.strerror or error}"
+        raise ConfigError(f"cannot write to the output folder {reason}. Choose another --output.") from error
 
 
 def file_stamp(path: Path) -> str:

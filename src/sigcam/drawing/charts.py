@@ -53,7 +53,9 @@ def line_chart(
         up = (y - y_range[0]) / (y_range[1] - y_range[0])
         return LEFT + right * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
-    parts = _axes(at, x_range, y_range, x_name, y_name)
+    parts, names = _axes(at, x_range, y_range), list[str]()
+    parts.append(f'<text x="2" y="13">{escape(y_name)}</text>')
+    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 5}" text-anchor="end">{escape(x_name)}</text>')
     if diagonal:
         parts.append(_path([at(x_range[0], y_range[0]), at(x_range[1], y_range[1])], "rule"))
     if rule is not None:
@@ -65,20 +67,18 @@ def line_chart(
         for x, y, radius in line.dots:
             u, v = at(x, y)
             parts.append(f'<circle class="dot s{index}" cx="{u:.1f}" cy="{v:.1f}" r="{radius:.1f}"/>')
+        sample = _path([(0, 5), (28, 5)], f"line s{index}", STYLES[index])
+        sample = f'<svg viewBox="0 0 28 10" width="28" height="10" aria-hidden="true">{sample}</svg>'
+        names.append(f"<li>{sample}{escape(line.name)}</li>")
     description = f"{title}: {y_name} against {x_name}, of {', '.join(line.name for line in lines)}"
-    names = "".join(
-        f"<li>{_legend_line(number)}{escape(line.name)}</li>" for number, line in enumerate(lines)
-    )
     label = f'role="img" aria-label="{escape(description)}"'
     svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" {label}>{"".join(parts)}</svg>'
-    content = f'<figcaption>{escape(title)}</figcaption>{svg}<ul class="key">{names}</ul>'
+    content = f'<figcaption>{escape(title)}</figcaption>{svg}<ul class="key">{"".join(names)}</ul>'
     return f'<figure class="chart">{content}</figure>'
 
 
-def _axes(
-    at: Callable[[float, float], Point], x_range: Range, y_range: Range, x_name: str, y_name: str
-) -> list[str]:
-    """Grid lines with numbers, five steps each way, and the names of the axes."""
+def _axes(at: Callable[[float, float], Point], x_range: Range, y_range: Range) -> list[str]:
+    """Grid lines with numbers, five steps each way."""
     parts = list[str]()
     for step in range(6):
         x = x_range[0] + step / 5 * (x_range[1] - x_range[0])
@@ -88,18 +88,9 @@ def _axes(
         u, v = at(x, y_range[0])[0], at(x_range[0], y)[1]
         parts.append(f'<text x="{u:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x:g}</text>')
         parts.append(f'<text x="{LEFT - 6}" y="{v + 4:.1f}" text-anchor="end">{y:g}</text>')
-    parts.append(f'<text x="2" y="13">{escape(y_name)}</text>')
-    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 5}" text-anchor="end">{escape(x_name)}</text>')
     return parts
 
 
 def _path(points: Sequence[Point], style: str, dashes: str = "") -> str:
     steps = " ".join(f"{'L' if i else 'M'}{x:.1f} {y:.1f}" for i, (x, y) in enumerate(points))
     return f'<path class="{style}" d="{steps}"' + (f' stroke-dasharray="{dashes}"/>' if dashes else "/>")
-
-
-def _legend_line(number: int) -> str:
-    """A short piece of the line, for the legend."""
-    style = f"line s{number % len(STYLES)}"
-    line = _path([(0, 5), (28, 5)], style, STYLES[number % len(STYLES)])
-    return f'<svg viewBox="0 0 28 10" width="28" height="10" aria-hidden="true">{line}</svg>'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 from PIL import Image
@@ -21,29 +22,19 @@ def contact_sheet(
 
     Images keep their aspect ratio; unreadable ones are replaced by others.
     """
-    order = np.random.default_rng(seed).permutation(len(samples))
-    shown = list[tuple[int, Image.Image]]()
-    for index in map(int, order):
+    shown = dict[int, Image.Image]()
+    for index in np.random.default_rng(seed).permutation(len(samples)).tolist():
+        with suppress(DataError, OSError):
+            shown[index] = annotated(samples[index], cell)
         if len(shown) == count:
             break
-        try:
-            shown.append((index, annotated(samples[index], cell)))
-        except (DataError, OSError):
-            continue
     if not shown:
         raise DataError(f"none of the {len(samples)} pictures can be read: there is nothing to show.")
-    shown.sort(key=lambda pair: pair[0])
-    wide = min(columns, len(shown))
-    rows = [shown[i : i + wide] for i in range(0, len(shown), wide)]
-    return grid(
-        [[image for _, image in row] for row in rows],
-        columns=[""] * wide,
-        captions=[
-            [_sample_caption(samples[index], samples.classes, cell) for index, _ in row] for row in rows
-        ],
-        title=title,
-        cell=cell,
-    )
+    indices, wide = sorted(shown), min(columns, len(shown))
+    rows = [indices[i : i + wide] for i in range(0, len(indices), wide)]
+    images = [[shown[i] for i in row] for row in rows]
+    captions = [[_sample_caption(samples[i], samples.classes, cell) for i in row] for row in rows]
+    return grid(images, columns=[""] * wide, captions=captions, title=title, cell=cell)
 
 
 def annotated(sample: Sample, cell: int) -> Image.Image:

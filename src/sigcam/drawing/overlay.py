@@ -1,5 +1,4 @@
-"""Drawing on images: coloured maps, overlays, boxes, outlines, captions, legends, grids. Images are PIL, maps
-(H, W) tensors."""
+"""Draw maps, which are (H, W) tensors, boxes, outlines, captions and legends on PIL images; arrange grids."""
 
 from __future__ import annotations
 
@@ -8,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageColor, ImageDraw, ImageFont
 from torch import Tensor
 
 from sigcam.metrics.boxes import foreground
@@ -20,6 +20,7 @@ SIGNED = ("2a4b9b", "5a7fc4", "98b6de", "d3dff0", "f7f7f7", "f6d9cc", "e8a48c", 
 TRUTH_COLOUR = "#e53935"  # of ground-truth boxes
 INK, PAPER = (28, 28, 30), (255, 255, 255)
 MIN_WIDTH = 200  # pixels that the numbers of a colour bar need
+font = ImageFont.load_default  # Pillow's own, which has no bold: headings are larger instead
 
 
 def colours(values: Tensor, *, signed: bool = False, peak: float | None = None) -> Image.Image:
@@ -28,13 +29,10 @@ def colours(values: Tensor, *, signed: bool = False, peak: float | None = None) 
     array = values.detach().float().cpu().numpy()
     if signed:
         array = (array / (peak or largest(values) or 1.0) + 1) / 2
-    table = np.array(
-        [[int(c[i : i + 2], 16) for i in (0, 2, 4)] for c in (SIGNED if signed else HEAT)], dtype=float
-    )
-    position = np.clip(array, 0, 1) * (len(table) - 1)
-    low = np.minimum(position.astype(int), len(table) - 2)
-    part = (position - low)[..., None]
-    return Image.fromarray((table[low] * (1 - part) + table[low + 1] * part).round().astype(np.uint8))
+    table = np.array([ImageColor.getrgb(f"#{code}") for code in (SIGNED if signed else HEAT)])
+    positions = np.linspace(0, 1, len(table))
+    channels = [np.interp(array, positions, table[:, channel]) for channel in range(3)]
+    return Image.fromarray(np.stack(channels, -1).round().astype(np.uint8))
 
 
 def largest(values: Tensor) -> float:
@@ -85,13 +83,9 @@ def with_outline(image: Image.Image, mask: NDArray[np.uint8], colour: str = "#ff
     """The image with the border of the mask's object (value 1) drawn on it."""
     resized = Image.fromarray((mask == 1).astype(np.uint8)).resize(image.size, Image.Resampling.NEAREST)
     inside = np.asarray(resized) > 0
-    padded = np.pad(inside, 2)
-    interior = np.ones_like(inside)
-    for dy in range(5):
-        for dx in range(5):
-            interior &= padded[dy : dy + inside.shape[0], dx : dx + inside.shape[1]]
+    interior = sliding_window_view(np.pad(inside, 2), (5, 5)).all((2, 3))
     drawn = np.asarray(image.convert("RGB")).copy()
-    drawn[inside & ~interior] = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    drawn[inside & ~interior] = ImageColor.getrgb(colour)
     return Image.fromarray(drawn)
 
 
@@ -111,17 +105,12 @@ def with_strips(
     Args:
         peak: largest absolute value, in logits, of a signed map; None for a unit map.
     """
-    factor = -(-MIN_WIDTH // image.width) if image.width < MIN_WIDTH else 1
+    factor = -(-MIN_WIDTH // image.width)  # rounded up
     size = (image.width * factor, image.height * factor)
     parts = [image.convert("RGB").resize(size, Image.Resampling.NEAREST)]
     parts += [_caption_strip(caption, size[0])] if caption else []
     parts += [colour_bar(size[0], peak)] if legend else []
-    page = Image.new("RGB", (size[0], sum(part.height for part in parts)), PAPER)
-    top = 0
-    for part in parts:
-        page.paste(part, (0, top))
-        top += part.height
-    return page
+    return Image.fromarray(np.vstack([np.asarray(part) for part in parts]))
 
 
 def colour_bar(width: int, peak: float | None = None) -> Image.Image:
@@ -154,14 +143,14 @@ def grid(
     cell: int = 224,
 ) -> Image.Image:
     """Images in rows under column headings, each with a caption below, on white."""
-    gap, heading, text = 14, font(17, bold=True), font(14)
+    gap, heading, text = 14, font(18), font(14)
     depth = max((c.count("\n") + 1 for row in captions or [] for c in row if c), default=0)
     top = (44 if title else 0) + gap + 26 * (max(c.count("\n") for c in columns) + 1)
     step = cell + gap + 20 * depth
     page = Image.new("RGB", (gap + (cell + gap) * len(columns), top + step * len(rows)), PAPER)
     pen = ImageDraw.Draw(page)
     if title:
-        face = font(20, bold=True)
+        face = font(21)
         pen.text((gap, 14), _truncate(title, face, page.width - 2 * gap), INK, face)
     for column, name in enumerate(columns):
         middle = gap + column * (cell + gap) + cell // 2
@@ -176,17 +165,11 @@ def grid(
     return page
 
 
-def font(size: int, *, bold: bool = False) -> Any:
-    """Pillow's own font, which has no bold: headings are larger instead."""
-    return ImageFont.load_default(size + (1 if bold else 0))
-
-
 def _truncate(text: str, face: Any, width: int) -> str:
     """Each line shortened with an ellipsis to fit the width."""
     lines = []
     for line in text.split("\n"):
-        cut = line
-        while cut and face.getlength(cut) > width:
-            cut = cut[:-2].rstrip() + "…" if cut.endswith("…") else cut[:-1].rstrip() + "…"
-        lines.append(cut)
+        while line and face.getlength(line) > width:
+            line = line.removesuffix("…")[:-1].rstrip() + "…"
+        lines.append(line)
     return "\n".join(lines)

@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,6 @@ def show_errors() -> Iterator[None]:
         yield
     except SigcamError as error:
         raise gr.Error(escape(str(error)), print_exception=False) from error
-    except gr.Error:
-        raise
     except Exception as error:
         log.exception("the page failed to answer a request")
         raise gr.Error("Unexpected error: see the server's log.", print_exception=False) from error
@@ -97,9 +96,6 @@ class Page:
     `controls` are these, the threshold and delta.
 
     Args:
-        nets: networks by name.
-        uploads: folder of uploaded files.
-        notice: text above the page.
         first: branch of the first network that is selected when the page opens; None for the recommended one.
         training: opens the data to fit a branch on.
     """
@@ -128,9 +124,7 @@ class Page:
         self.sort_stops: Sessions[threading.Event] = Sessions()
         self.fit_job: FitJob | None = None
         self._fit_lock = threading.Lock()
-        self._thumbnails: dict[int, Image.Image] = {}
-
-    # -------------------------------------------------------------------------------------- one image
+        self._small_image = lru_cache(MAX_CACHED_THUMBNAILS)(self._open_small)
 
     def load(self, request: gr.Request) -> list[Any]:
         """Show the first readable image, and all heads, including those fitted since the start."""
@@ -196,17 +190,16 @@ class Page:
             return [self._thumbnail(i) for i in range(start, min(start + PAGE_SIZE, len(self.gallery)))]
 
     def _thumbnail(self, index: int, caption: str = "") -> tuple[Image.Image, str]:
-        """Return a small copy of an image and its caption; grey if it cannot be read."""
-        if index not in self._thumbnails:
-            try:
-                thumbnail = self.gallery.open(index)[1]
-                thumbnail.thumbnail((128, 128))
-            except (SigcamError, OSError):
-                thumbnail = Image.new("RGB", (128, 128), "#888888")
-            if len(self._thumbnails) > MAX_CACHED_THUMBNAILS:
-                self._thumbnails.clear()
-            self._thumbnails[index] = thumbnail
-        return self._thumbnails[index], caption or self.gallery.sample(index).id
+        return self._small_image(index), caption or self.gallery.sample(index).id
+
+    def _open_small(self, index: int) -> Image.Image:
+        """Return a small copy of an image; grey if it cannot be read."""
+        try:
+            image = self.gallery.open(index)[1]
+            image.thumbnail((128, 128))
+        except (SigcamError, OSError):
+            return Image.new("RGB", (128, 128), "#888888")
+        return image
 
     def _clicked(self, event: gr.SelectData, count: int) -> int:
         index = event.index
@@ -242,8 +235,6 @@ class Page:
         tables = [viewer.top_classes(net, title) for net, title in titles.items()]
         boxes = boxes_html(viewer.boxes(), viewer.threshold)
         return [panels_html(viewer), boxes, top_classes_html(tables, viewer.delta), ""]
-
-    # ------------------------------------------------------------------------------------- the folder
 
     def sort(self, request: gr.Request, first: str, second: str, limit: float) -> Iterator[list[Any]]:
         """Rank the gallery's images by the disagreement of two heads' maps, batch by batch."""
@@ -288,8 +279,6 @@ class Page:
             ranking = self.rankings.get(_session_id(request))
             index = ranking[self._clicked(event, len(ranking))]
             return [*self._view(request, *self.gallery.open(index), *controls), gr.Tabs(selected="view")]
-
-    # ------------------------------------------------------------------------------------------ a fit
 
     def fit(self) -> Iterator[list[Any]]:
         """Fit a new branch on the folder: show the progress, then the quality, a link and the new head."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from sigcam.methods.targets import at_least_float32
+from sigcam.methods.targets import at_least_float32, class_logits
 from sigcam.network.dual import DualBranch, ForwardPass, linear_weight
 
 
@@ -46,14 +46,13 @@ def probabilities(net: DualBranch, forward_pass: ForwardPass, delta: float = 0.0
 
     The change is computed in float64, so that rounding is not mistaken for an effect of the shift.
     """
-    layer = _softmax_layer(net) if delta else None
     logits = forward_pass.softmax_logits.detach().double()
-    if layer is not None:
+    if delta and (layer := _softmax_layer(net)) is not None:
         pooled = forward_pass.features.detach().double().mean((2, 3))  # (1, N)
         weight = layer[0].double()
         logits = logits + pooled @ (weight + delta).T - pooled @ weight.T
     if net.classes == 1:
-        logits = torch.cat([-logits, logits], 1) / 2  # the softmax of these is the sigmoid
+        logits = class_logits(logits) / 2  # the softmax of these is the sigmoid
     return logits.softmax(1)[0]
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
+import mimetypes
 from collections.abc import Sequence
 from html import escape
 
 from sigcam.drawing.overlay import gradient
 from sigcam.ui.viewer import ClassTable, Panel, RelativeBox, Viewer
-
-MEDIA_TYPES = {"png": "image/png", "json": "application/json"}
 
 
 def panels_html(viewer: Viewer) -> str:
@@ -106,7 +105,7 @@ def links_html(files: dict[str, bytes]) -> str:
     """Render download links that contain their files as data URIs."""
     links = []
     for name, data in files.items():
-        media_type = MEDIA_TYPES.get(name.rpartition(".")[2], "application/octet-stream")
+        media_type = mimetypes.guess_type(name)[0] or "application/octet-stream"
         uri = f"data:{media_type};base64,{base64.b64encode(data).decode()}"
         size = f"{len(data) / 1e6:.1f} MB" if len(data) >= 1e6 else f"{max(1, len(data) // 1000)} kB"
         links.append(f'<a class="sc-link" download="{escape(name)}" href="{uri}">{escape(name)} ({size})</a>')

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from PIL import Image
@@ -31,16 +33,13 @@ def open_upload(path: Path, uploads: Path) -> Image.Image:
     try:
         if path.stat().st_size > MAX_UPLOAD_BYTES:
             raise DataError(f"{name} has more than {MAX_UPLOAD_BYTES >> 20} MB: make it smaller first.")
-        check_image_header(path, name)
-        return open_image(path)
+        return _open_checked(path, name, partial(open_image, path))
     except OSError as error:
         raise DataError(f"cannot read {name}: {error.strerror or 'it is not an image'}.") from error
-    except DataError as error:
-        raise DataError(str(error).replace(str(path), name)) from error
 
 
-def check_image_header(path: Path, name: str) -> None:
-    """Raise DataError if the header names too many pixels or an unsupported format."""
+def _open_checked(path: Path, name: str, decode: Callable[[], Image.Image]) -> Image.Image:
+    """Decode an image of a supported format that is not too large; errors give its name, not its path."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # MAX_PIXELS is below Pillow's own limit
@@ -53,6 +52,10 @@ def check_image_header(path: Path, name: str) -> None:
         raise DataError(f"cannot read {name}: it is damaged, or not a {formats} image.") from error
     if width * height > MAX_PIXELS:
         raise DataError(f"{name} has more than {MAX_PIXELS // 1_000_000} megapixels: make it smaller first.")
+    try:
+        return decode()
+    except DataError as error:
+        raise DataError(str(error).replace(str(path), name)) from error
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,7 @@ class ImageGallery:
             return sample.id, sample.open()
         if self.root is not None and not sample.path.resolve().is_relative_to(self.root.resolve()):
             raise DataError(f"{sample.id} links to a file outside the folder, so it is not opened.")
-        check_image_header(sample.path, sample.id)
-        try:
-            return sample.id, sample.open()
-        except DataError as error:
-            raise DataError(str(error).replace(str(sample.path), sample.id)) from error
+        return sample.id, _open_checked(sample.path, sample.id, sample.open)
 
 
 def open_gallery(data: str, format: str | None) -> tuple[ImageGallery, bool]:

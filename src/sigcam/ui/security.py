@@ -70,7 +70,6 @@ class Guard:
         if is_upload and int(length) > MAX_UPLOAD_BYTES + 2**16:  # room for the multipart envelope
             await _refuse(send, 413, f"an image may have at most {MAX_UPLOAD_BYTES >> 20} MB.")
             return
-
         response_body = bytearray()
 
         async def send_with_headers(message: Message) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sigcam.core.errors import ConfigError, MissingExtra
+from sigcam.ui.security import MAX_UPLOAD_BYTES, Guard, parse_login
 
 if TYPE_CHECKING:
     import gradio as gr
@@ -56,7 +57,6 @@ class UiOptions:
 def serve(options: UiOptions, announce: Callable[[str], None]) -> None:
     """Serve the page until Ctrl-C; `announce` receives its address."""
     from sigcam.data.registry import open_training_data
-    from sigcam.ui.security import parse_login
 
     login = parse_login(options.host, options.share, options.auth)
     os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_RUN_HISTORY": "False"}  # before the import
@@ -86,8 +86,6 @@ def _launch(
     import gradio as gr
     from starlette.middleware import Middleware
 
-    from sigcam.ui.security import MAX_UPLOAD_BYTES, Guard
-
     theme = gr.themes.Default(font=("system-ui", "sans-serif"), font_mono=("ui-monospace", "monospace"))
     try:
         _, url, shared_url = blocks.launch(
@@ -107,10 +105,8 @@ def _launch(
             app_kwargs={"middleware": [Middleware(Guard, local=login is None)]},
         )
     except OSError as error:
-        raise ConfigError(
-            f"cannot serve on {options.host}:{options.port} ({error}): choose another --port, or stop the "
-            "program that uses it."
-        ) from error
+        address = f"{options.host}:{options.port} ({error})"
+        raise ConfigError(f"cannot serve on {address}: choose another --port, or free this one.") from error
     announce(f"the page is at {shared_url or url} (press Ctrl-C to stop)")
     try:
         blocks.block_thread()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from sigcam.core.errors import DataError
 
-MAX_SESSIONS, IDLE_SECONDS = 32, 30 * 60
+IDLE_SECONDS = 30 * 60
 SessionValue = TypeVar("SessionValue")
 
 
@@ -18,13 +17,10 @@ class Sessions(Generic[SessionValue]):
     """A thread-safe store that keeps the most recently used values until they are idle for too long."""
 
     def __init__(
-        self,
-        max_count: int = MAX_SESSIONS,
-        max_idle: float = IDLE_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
+        self, max_count: int = 32, max_idle: float = IDLE_SECONDS, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.max_count, self.max_idle, self.clock = max_count, max_idle, clock
-        self._values: OrderedDict[str, tuple[float, SessionValue]] = OrderedDict()  # last use, value
+        self._values = dict[str, tuple[float, SessionValue]]()  # last use, value; oldest first
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -33,7 +29,8 @@ class Sessions(Generic[SessionValue]):
     def put(self, key: str, value: SessionValue) -> None:
         """Store a value and drop what is expired or too much."""
         with self._lock:
-            self._touch(key, value)
+            self._values.pop(key, None)
+            self._values[key] = (self.clock(), value)
             self._expire()
 
     def get(self, key: str) -> SessionValue:
@@ -42,8 +39,8 @@ class Sessions(Generic[SessionValue]):
             self._expire()
             if key not in self._values:
                 raise DataError("Session expired: select the image again.")
-            value = self._values[key][1]
-            self._touch(key, value)
+            value = self._values.pop(key)[1]
+            self._values[key] = (self.clock(), value)
             return value
 
     def drop(self, key: str) -> None:
@@ -51,14 +48,8 @@ class Sessions(Generic[SessionValue]):
         with self._lock:
             self._values.pop(key, None)
 
-    def _touch(self, key: str, value: SessionValue) -> None:
-        self._values[key] = (self.clock(), value)
-        self._values.move_to_end(key)
-
     def _expire(self) -> None:
         now = self.clock()
-        while self._values:
-            key, (last_used, _) = next(iter(self._values.items()))
-            if len(self._values) <= self.max_count and now - last_used <= self.max_idle:
-                return
-            del self._values[key]
+        for key, (last_used, _) in list(self._values.items()):
+            if len(self._values) > self.max_count or now - last_used > self.max_idle:
+                del self._values[key]

@@ -62,9 +62,7 @@ def class_choices(net: DualBranch) -> list[tuple[str, int]]:
 
 def same_class(index: int, net: DualBranch, other: DualBranch) -> int | None:
     """Return the class's index in another network, matched by name, or by index if the counts agree."""
-    if other is net or other.class_names == net.class_names:
-        return index if other.classes == net.classes else None
-    if net.class_names and other.class_names:
+    if net.class_names and other.class_names and other.class_names != net.class_names:
         name = class_label(net, index)
         return other.class_names.index(name) if name in other.class_names else None
     return index if other.classes == net.classes else None
@@ -73,20 +71,17 @@ def same_class(index: int, net: DualBranch, other: DualBranch) -> int | None:
 def open_networks(options: UiOptions) -> tuple[dict[str, DualBranch], str]:
     """Return the networks by name, and the notice to show above the page (may be empty)."""
     o = options
-    first, notice = _open(o.model, o.weights, o.branch, o.device)
-    nets, notices = {_display_name(o.model): first}, [notice]
+    specs = [(o.model, o.weights, o.branch)]
     if (o.compare_model, o.compare_branch, o.compare_weights) != (None, None, None):
-        model = o.compare_model or o.model
         weights = o.compare_weights or (o.weights if o.compare_model is None else None)
-        second, notice = _open(model, weights, o.compare_branch or "sigmoid", o.device)
-        names = [_display_name(o.model), _display_name(model)]
-        if names[0] == names[1]:
-            names = [f"{names[0]} A", f"{names[1]} B"]
-        nets = dict(zip(names, (first, second), strict=True))
-        notices.append(notice)
-    if not o.data and "embedded" in nets and o.weights is None:
-        notices.append(SYNTHETIC_NOTICE)
-    return nets, " ".join(dict.fromkeys(filter(None, notices)))
+        specs.append((o.compare_model or o.model, weights, o.compare_branch or "sigmoid"))
+    names = [_display_name(model) for model, _, _ in specs]
+    if len(set(names)) < len(names):
+        names = [f"{names[0]} A", f"{names[1]} B"]
+    nets, notices = zip(*(_open(*spec, o.device) for spec in specs), strict=True)
+    if not o.data and "embedded" in names and o.weights is None:
+        notices += (SYNTHETIC_NOTICE,)
+    return dict(zip(names, nets, strict=True)), " ".join(dict.fromkeys(filter(None, notices)))
 
 
 def _display_name(model: str) -> str:
