@@ -49,10 +49,8 @@ def open_image(path: str | Path, *, upright: bool = True) -> Image.Image:
                     turned = image
                 return _to_rgb(turned)
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        limit = Image.MAX_IMAGE_PIXELS
-        raise DataError(
-            f"cannot read {path}: it has more than {limit} pixels; make it smaller first."
-        ) from error
+        limit = f"more than {Image.MAX_IMAGE_PIXELS} pixels"
+        raise DataError(f"cannot read {path}: it has {limit}; make it smaller first.") from error
     except UnidentifiedImageError as error:
         reason = "it is not an image that Pillow can read" if path.stat().st_size else "it is empty"
         raise DataError(f"cannot read {path}: {reason}.") from error

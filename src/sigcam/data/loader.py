@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import cast
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from sigcam.core.errors import DataError
 from sigcam.core.types import ImageSize, Skipped
-from sigcam.data.sample import Sample, Samples
-
-if TYPE_CHECKING:
-    from PIL import Image
+from sigcam.data.sample import Samples
 
 
 @dataclass(frozen=True)
@@ -60,59 +59,32 @@ def load_batches(
         seed: random seed for transforms that run in workers.
         keep_pictures: also return the opened images, in `Batch.pictures`.
     """
-    loader = DataLoader(
-        _DecodedSamples(samples, transform, keep_pictures),
+    yield from DataLoader(
+        cast("Dataset[int]", range(len(samples))),  # _decode opens the samples of a batch of indices
         batch_size=batch_size,
         num_workers=workers,
-        collate_fn=_collate,
+        collate_fn=partial(_decode, samples, transform, keep_pictures),
         multiprocessing_context="spawn" if spawn and workers else None,
         generator=torch.Generator().manual_seed(seed),  # otherwise each loop draws from the global generator
     )
-    yield from loader
 
 
-@dataclass(frozen=True)
-class _Decoded:
-    """One sample after decoding: its tensor and image where requested, or the reason it was skipped."""
-
-    index: int
-    sample: Sample
-    size: ImageSize | None = None
-    tensor: Tensor | None = None
-    picture: Image.Image | None = None
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
-class _DecodedSamples(Dataset[_Decoded]):
-    samples: Samples
-    transform: Callable[[Image.Image], Tensor] | None
-    keep_pictures: bool
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> _Decoded:
-        sample = self.samples[index]
+def _decode(
+    samples: Samples, transform: Callable[[Image.Image], Tensor] | None, keep_pictures: bool, batch: list[int]
+) -> Batch:
+    tensors, read, skipped = list[Tensor](), list[int](), list[Skipped]()
+    sizes, pictures = list[ImageSize](), list[Image.Image]()
+    for index in batch:
         try:
-            picture = sample.open()
+            picture = samples[index].open()
         except (DataError, OSError) as error:
-            return _Decoded(index, sample, reason=str(error))
-        tensor = self.transform(picture) if self.transform else None
-        kept = picture if self.keep_pictures else None
-        return _Decoded(index, sample, ImageSize(*picture.size), tensor, kept)
-
-
-def _collate(decoded: list[_Decoded]) -> Batch:
-    read = [item for item in decoded if item.reason is None]
-    tensors = [item.tensor for item in read if item.tensor is not None]
-    labels = [item.sample.label for item in read if item.sample.label is not None]
-    unlabelled = any(item.sample.label is None for item in decoded)
-    return Batch(
-        images=torch.stack(tensors) if tensors else torch.empty(0, 3, 0, 0),
-        labels=None if unlabelled else torch.tensor(labels, dtype=torch.int64),
-        indices=[item.index for item in read],
-        skipped=[(item.sample.id, item.reason) for item in decoded if item.reason is not None],
-        sizes=[item.size for item in read if item.size is not None],
-        pictures=[item.picture for item in read if item.picture is not None],
-    )
+            skipped.append((samples[index].id, str(error)))
+            continue
+        read.append(index)
+        sizes.append(ImageSize(*picture.size))
+        tensors += [transform(picture)] if transform else []
+        pictures += [picture] if keep_pictures else []
+    images = torch.stack(tensors) if tensors else torch.empty(0, 3, 0, 0)
+    unlabelled = any(samples[index].label is None for index in batch)
+    labels = None if unlabelled else torch.tensor([samples[index].label for index in read], dtype=torch.int64)
+    return Batch(images, labels, read, skipped, sizes, pictures)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 
 from sigcam.core.errors import DataError
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+IndexedMap = tuple[int, NDArray[Any]]  # index of the image, (H, W)
 RANGE_TOLERANCE = 1e-6  # resized float32 maps may leave [0, 1] by this much
 
 
@@ -39,23 +42,18 @@ def find_maps(folder: str | Path, ids: Sequence[str], *, extra: bool = False) ->
         keys = [key for name in dict.fromkeys(names) for key in (name, f"{name}.map") if key in files]
         paths = [path for key in keys for path in files[key]]
         if not paths:
-            tried = ", ".join(f"{name}.npy" for name in names)
-            raise DataError(
-                f"image {id} has no map in {folder}: looked for {tried} and .png, / as __ or as folder."
-            )
+            tried = f"{', '.join(f'{name}.npy' for name in names)} and .png, / as __ or as folder"
+            raise DataError(f"image {id} has no map in {folder}: looked for {tried}.")
         if len(paths) > 1:
             raise DataError(f"image {id} has several maps: {paths[0]} and {paths[1]}: remove one.")
         if keys[0] in owners:
-            raise DataError(
-                f"{paths[0]} could be the map of image {owners[keys[0]]} and of {id}: use folders."
-            )
+            raise DataError(f"{paths[0]} could be the map of {owners[keys[0]]} and of {id}: use folders.")
         owners[keys[0]] = id
         maps.append(paths[0])
     unused = [path for key, paths in files.items() if key not in owners for path in paths]
     if unused and not extra:
         raise DataError(
-            f"{unused[0]} is the map of no image of the data ({len(unused)} such in all): remove it, "
-            "or evaluate the split it belongs to."
+            f"{unused[0]} is the map of no image ({len(unused)} such): remove it, or choose its split."
         )
     return maps
 
@@ -70,8 +68,6 @@ def map_names(ids: Iterable[str]) -> list[str]:
 
 def open_map(path: Path, id: str) -> NDArray[Any]:
     """Return the map of an image, (H, W) float32 in [0, 1]: .npy values as stored, .png by its full range."""
-    import numpy as np
-
     try:
         values = np.load(path, allow_pickle=False) if path.suffix.lower() == ".npy" else _open_png(path)
     except (ValueError, OSError, EOFError, SyntaxError) as error:
@@ -86,30 +82,18 @@ def open_map(path: Path, id: str) -> NDArray[Any]:
         raise DataError(f"image {id}: its map {path} holds NaN or infinite values.")
     low, high = float(values.min()), float(values.max())
     if low < -RANGE_TOLERANCE or high > 1 + RANGE_TOLERANCE:
-        raise DataError(
-            f"image {id}: its map {path} has values from {low:.6g} to {high:.6g}: scale each map to [0, 1]."
-        )
+        raise DataError(f"image {id}: its map {path} runs from {low:.6g} to {high:.6g}: scale it to [0, 1].")
     return values.astype(np.float32).clip(0, 1)
 
 
-def same_shape(
-    maps: Iterable[tuple[int, NDArray[Any]]], most: int
-) -> Iterator[list[tuple[int, NDArray[Any]]]]:
-    """Yield batches of consecutive (index, map) pairs whose maps have one shape, at most `most` long."""
-    batch = list[tuple[int, "NDArray[Any]"]]()
-    for index, values in maps:
-        if batch and (len(batch) == most or values.shape != batch[0][1].shape):
+def same_shape(maps: Iterable[IndexedMap], most: int) -> Iterator[list[IndexedMap]]:
+    """Yield batches of consecutive maps of one shape, at most `most` long."""
+    for _, group in groupby(maps, key=lambda pair: pair[1].shape):
+        while batch := list(islice(group, most)):
             yield batch
-            batch = []
-        batch.append((index, values))
-    if batch:
-        yield batch
 
 
 def _open_png(path: Path) -> NDArray[Any]:
-    import numpy as np
-    from PIL import Image
-
     with Image.open(path) as image:
         if image.mode not in ("1", "L", "I", "I;16", "I;16B"):
             raise ValueError("it is a colour image, not a grey one of 8 or 16 bits")

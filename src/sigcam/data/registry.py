@@ -18,10 +18,6 @@ from sigcam.data.readers.wsol import is_wsol, wsol
 from sigcam.data.sample import Samples
 
 
-def _never(path: str | Path) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Reader:
     """A data set layout.
@@ -34,7 +30,7 @@ class Reader:
 
     about: str
     read: Callable[..., Samples]
-    detect: Callable[[str | Path], bool] = _never
+    detect: Callable[[str | Path], bool] | None = None
 
     def __call__(self, path: str | Path, *, split: str = "train") -> Samples:
         """Return the samples of one split."""
@@ -93,7 +89,10 @@ def list_readers() -> list[str]:
 
 def guess_format(path: str | Path) -> str:
     """Return the first layout in READERS that detects its files in the path, else "folder"."""
-    return next((name for name, r in READERS.items() if isinstance(r, Reader) and r.detect(path)), "folder")
+    for name, reader in READERS.items():
+        if isinstance(reader, Reader) and reader.detect and reader.detect(path):
+            return name
+    return "folder"
 
 
 def open_dataset(path: str | Path, *, format: str | None = None, split: str = "train") -> Samples:
@@ -114,9 +113,7 @@ def open_training_data(path: str | Path, format: str | None) -> Samples:
     """Return the training split; raise DataError unless it has two classes with two images each."""
     samples = open_dataset(path, format=format, split="train")
     if len(samples.classes) < 2:
-        raise DataError(
-            f"the data has one class ({samples.classes[0]}): at least two are needed to tell them apart."
-        )
+        raise DataError(f"the data has one class ({samples.classes[0]}): at least two are needed.")
     counts = Counter(sample.label or 0 for sample in samples)
     few = next((name for label, name in enumerate(samples.classes) if counts[label] < 2), None)
     if few is not None:

@@ -96,24 +96,18 @@ def match_classes(samples: Samples, classes: int, names: Sequence[str] | None) -
     count = len(samples.classes)
     invalid = next((s for s in samples if s.label is not None and not 0 <= s.label < count), None)
     if invalid is not None:
-        raise DataError(
-            f"image {invalid.id} has label {invalid.label}, but there are {count} classes (0 to {count - 1})."
-        )
+        raise DataError(f"image {invalid.id} has label {invalid.label}, but there are {count} classes.")
     if names and set(samples.classes) <= set(names):
         label_of = {name: label for label, name in enumerate(names)}
-        relabelled = tuple(
-            sample if sample.label is None else replace(sample, label=label_of[samples.classes[sample.label]])
-            for sample in samples
-        )
-        return Samples(relabelled, tuple(names))
+        labels = [None if s.label is None else label_of[samples.classes[s.label]] for s in samples]
+        items = (replace(sample, label=label) for sample, label in zip(samples, labels, strict=True))
+        return Samples(tuple(items), tuple(names))
     if names and len(names) == count and all(map(_same_name, samples.classes, names)):
         return samples
     unknown = [name for name in samples.classes if names and name not in names]
     if 0 < len(unknown) < count:  # probably a typo: matching by position would give wrong labels
-        raise DataError(
-            f"{len(unknown)} of {count} class names are not the classifier's: "
-            f"{', '.join(unknown[:3])}. Rename or remove their folders."
-        )
+        wrong = f"{len(unknown)} of {count} class names are not the classifier's: {', '.join(unknown[:3])}"
+        raise DataError(f"{wrong}. Rename or remove their folders.")
     if count == max(classes, 2):
         return samples
     known = f" ({', '.join(list(names)[:3])}, ...)" if names else ""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import reprlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sigcam.core.errors import DataError
@@ -35,10 +36,20 @@ def is_whole_number(text: str) -> bool:
     return text.isdecimal() and len(text) <= MAX_DIGITS
 
 
+def whole_numbers(fields: Sequence[str], layout: str, where: str) -> list[int]:
+    """Return the fields as numbers; raise DataError, starting with `where`, if one is not a whole number."""
+    invalid = next((field for field in fields if not is_whole_number(field)), None)
+    if invalid is not None:
+        raise DataError(f"{where} has {reprlib.repr(invalid)} where {layout} has a whole number.")
+    return [int(field) for field in fields]
+
+
 def check_box(box: Box, size: ImageSize | None, where: str) -> None:
-    """Raise DataError, starting with `where`, if the box ends outside an image of this size (None: unknown).
+    """Raise DataError, starting with `where`, if the box is inverted or ends outside an image of this size.
 
     x1 = width and y1 = height are accepted, because lists that count pixels from 1 contain them.
     """
+    if box[2] < box[0] or box[3] < box[1]:
+        raise DataError(f"{where} has an inverted box {box}: write x0, y0, x1, y1.")
     if size is not None and (box[2] > size[0] or box[3] > size[1]):
         raise DataError(f"{where} has a box {box} beyond its {size[0]} x {size[1]} pixels: correct it.")

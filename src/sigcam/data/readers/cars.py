@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sigcam.core.errors import DataError
-from sigcam.core.types import ImageSize
 from sigcam.data.images import open_image, read_image_size
-from sigcam.data.sample import Box, Sample, Samples
+from sigcam.data.sample import Sample, Samples
 from sigcam.data.text_files import check_box
 
 ANNOTATION_FILES = {
@@ -34,8 +33,9 @@ def cars(root: str | Path, *, split: str = "train") -> Samples:
         raise DataError(f"{root} has no split {split!r}: it has {', '.join(ANNOTATION_FILES)}.")
     file = _find_file(root, ANNOTATION_FILES[split])
     if file is None:
-        name = ANNOTATION_FILES[split][0]
-        raise DataError(f"{root} has no split {split!r}: {name} is not in it or in devkit/.")
+        raise DataError(
+            f"{root} has no split {split!r}: put {ANNOTATION_FILES[split][0]} in it or in devkit/."
+        )
     class_file = _find_file(root, (CLASS_FILE,))
     if class_file is None:
         raise DataError(f"{root} has no {CLASS_FILE}, which names the classes: put it beside {file.name}.")
@@ -43,11 +43,8 @@ def cars(root: str | Path, *, split: str = "train") -> Samples:
     home = root / f"cars_{split}"
     rows = _read_variable(file, "annotations")
     fields = rows.dtype.names or ()
-    missing = next((name for name in (*CORNERS, "fname") if name not in fields), None)
-    if missing is not None:
-        raise DataError(
-            f"{file} has annotations without {missing}: take the file from the data set's devkit."
-        )
+    if missing := next((name for name in (*CORNERS, "fname") if name not in fields), None):
+        raise DataError(f"{file} has annotations without {missing}: take it from the data set's devkit.")
     items, numbers = list[Sample](), dict[str, int]()
     for number, row in enumerate(rows, 1):
         id = str(row["fname"])
@@ -59,8 +56,12 @@ def cars(root: str | Path, *, split: str = "train") -> Samples:
             raise DataError(f"{where} has class {label + 1} of {len(classes)}.")
         if not image.is_file():
             raise DataError(f"{where} is not in {home}: add it.")
-        box = _box_from_1(row, read_image_size(image, upright=False), where)
-        items.append(Sample(id, partial(open_image, image, upright=False), label, (box,), path=image))
+        x0, y0, x1, y1 = (_whole_number(row, name, where) for name in CORNERS)
+        if x0 < 1 or y0 < 1:
+            raise DataError(f"{where} has a box {(x0, y0, x1, y1)} that begins before pixel 1.")
+        check_box((x0, y0, x1, y1), read_image_size(image, upright=False), where)
+        boxes = ((x0 - 1, y0 - 1, x1 - 1, y1 - 1),)
+        items.append(Sample(id, partial(open_image, image, upright=False), label, boxes, path=image))
     if not items:
         raise DataError(f"{file} lists no images.")
     return Samples(tuple(items), classes)
@@ -75,22 +76,12 @@ def _find_file(root: Path, names: Iterable[str]) -> Path | None:
     return next((h / name for name in names for h in (root, root / "devkit") if (h / name).is_file()), None)
 
 
-def _box_from_1(row: Any, size: ImageSize | None, where: str) -> Box:
-    x0, y0, x1, y1 = (_whole_number(row, name, where) for name in CORNERS)
-    if x0 < 1 or y0 < 1 or x1 < x0 or y1 < y0:
-        raise DataError(f"{where} has a box {(x0, y0, x1, y1)} that is inverted or begins before pixel 1.")
-    check_box((x0, y0, x1, y1), size, where)
-    return x0 - 1, y0 - 1, x1 - 1, y1 - 1
-
-
 def _whole_number(row: Any, name: str, where: str) -> int:
     try:
         return int(row[name])
     except (TypeError, ValueError, OverflowError):  # empty; text or NaN; infinite
         value = reprlib.repr(str(row[name]))
-        raise DataError(
-            f"{where} has {value} as {name}, where a whole number is needed: correct it."
-        ) from None
+        raise DataError(f"{where} has {value} as {name}, which is not a whole number.") from None
 
 
 def _read_variable(path: Path, name: str) -> Any:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sigcam.core.errors import DataError
-from sigcam.core.types import ImageSize
 from sigcam.data.images import open_image, open_levels, read_image_size
 from sigcam.data.sample import Box, Sample, Samples
 from sigcam.data.text_files import check_box, numbered_lines
@@ -55,25 +54,16 @@ def cub(root: str | Path, *, split: str = "train") -> Samples:
             raise DataError(f"{where} is not in {home / 'images'}: add it, or remove its lines.")
         line, label = labels[number]
         if label not in label_of:
-            raise DataError(
-                f"{home / LABEL_LIST} line {line}: image {id} has class {label}, not in {CLASS_LIST}."
-            )
+            where = f"{home / LABEL_LIST} line {line}: image {id}"
+            raise DataError(f"{where} has class {label}, which {CLASS_LIST} does not have.")
         box = None
         if boxes:
             line, text = boxes[number]
-            where = f"{home / BOX_LIST} line {line}: image {id}"
-            box = _parse_box(text, read_image_size(file, upright=False), where)
+            box = _parse_box(text, file, f"{home / BOX_LIST} line {line}: image {id}")
         mask = (masks / id).with_suffix(".png") if masks else None
-        items.append(
-            Sample(
-                id,
-                partial(open_image, file, upright=False),
-                label_of[label],
-                (box,) if box else None,
-                partial(open_segmentation, mask) if mask and mask.is_file() else None,
-                path=file,
-            )
-        )
+        open_mask = partial(open_segmentation, mask) if mask and mask.is_file() else None
+        image = partial(open_image, file, upright=False)
+        items.append(Sample(id, image, label_of[label], (box,) if box else None, open_mask, path=file))
     if not items:
         raise DataError(f"{home} has no split {split!r}: {SPLIT_LIST} puts no image in it.")
     return Samples(tuple(items), tuple(names.values()))
@@ -109,16 +99,15 @@ def _rows(path: Path) -> CubRows:
     return rows
 
 
-def _parse_box(text: str, size: ImageSize | None, where: str) -> Box:
+def _parse_box(text: str, image: Path, where: str) -> Box:
     """Convert x, y, width, height to xyxy. In these lists x + width is the last pixel inside, at most W - 1,
     and the public evaluator reads it so (PROTOCOL 5.6)."""
     try:
         x, y, width, height = map(float, text.split())
     except ValueError:
         raise DataError(f"{where} has {text!r}, which is not x, y, width and height.") from None
-    corners = (x, y, x + width, y + height)
-    if not all(map(math.isfinite, corners)) or min(x, y, width, height) < 0:
+    if not math.isfinite(x + width + y + height) or min(x, y, width, height) < 0:
         raise DataError(f"{where} has a box {text} that is inverted or begins outside the image.")
-    box = (int(corners[0]), int(corners[1]), int(corners[2]), int(corners[3]))
-    check_box(box, size, where)
+    box = int(x), int(y), int(x + width), int(y + height)
+    check_box(box, read_image_size(image, upright=False), where)
     return box

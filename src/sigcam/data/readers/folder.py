@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import csv
-import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from sigcam.core.errors import DataError
-from sigcam.core.types import ImageSize
 from sigcam.data.images import is_image, list_images, open_image, read_image_size
 from sigcam.data.sample import Box, Sample, Samples
-from sigcam.data.text_files import check_box, is_whole_number, read_text
+from sigcam.data.text_files import check_box, read_text, whole_numbers
 
 BOXES_CSV = "boxes.csv"
 SPLIT_FOLDERS = {  # folder names to try, in order: many data sets have only one of val and test
@@ -58,10 +56,8 @@ def _labelled_images(root: Path, top: Path, classes: list[str]) -> Samples:
         files = list_images(top / name)
         if not files:
             raise DataError(f"class folder {top / name} holds no images: fill it or remove it.")
-        label = classes.index(name)
-        items += [
-            Sample(f.relative_to(root).as_posix(), partial(open_image, f), label, path=f) for f in files
-        ]
+        paths = ((f.relative_to(root).as_posix(), f) for f in files)
+        items += [Sample(id, partial(open_image, f), classes.index(name), path=f) for id, f in paths]
     return Samples(tuple(items), tuple(classes))
 
 
@@ -72,7 +68,8 @@ def _with_boxes(samples: Samples, homes: Sequence[Path]) -> Samples:
         return samples
     labels = {name: label for label, name in enumerate(samples.classes)}
     sample_of = {str(sample.path): sample for sample in samples}
-    sizes, boxes = dict[str, ImageSize | None](), dict[str, list[Box]]()
+    boxes = dict[str, list[Box]]()
+    size_of = cache(read_image_size)
     for line, image, box, name in _box_rows(file):
         where, path = f"{file} line {line}: image {image}", file.parent / image
         sample = sample_of.get(str(path))
@@ -82,9 +79,7 @@ def _with_boxes(samples: Samples, homes: Sequence[Path]) -> Samples:
             raise DataError(f"{where} has a box of class {name!r}, and no class folder has that name.")
         if sample is None or (name and labels[name] != sample.label):
             continue  # of another split, or of another object in the image
-        if str(path) not in sizes:
-            sizes[str(path)] = read_image_size(path)
-        check_box(box, sizes[str(path)], where)
+        check_box(box, size_of(path), where)
         boxes.setdefault(sample.id, []).append(box)
     items = (replace(s, boxes=tuple(boxes[s.id])) if s.id in boxes else s for s in samples)
     return Samples(tuple(items), samples.classes)
@@ -96,24 +91,14 @@ def _box_rows(file: Path) -> Iterator[tuple[int, str, Box, str]]:
     try:
         rows = [(reader.line_num, row) for row in reader]
     except csv.Error as error:
-        raise DataError(
-            f"{file} line {reader.line_num}: {error}: look for a quote that is not closed."
-        ) from error
+        raise DataError(f"{file} line {reader.line_num}: {error}: look for an open quote.") from error
     for line, row in rows:
         fields = [field.strip() for field in row]
         if not any(fields) or (line == 1 and fields[:2] == ["image", "x0"]):
             continue
         if len(fields) not in (5, 6) or not fields[0]:
-            raise DataError(
-                f"{file} line {line}: {','.join(row)!r} is not image,x0,y0,x1,y1 or with a class."
-            )
-        where = f"{file} line {line}: image {fields[0]}"
-        invalid = next((reprlib.repr(field) for field in fields[1:5] if not is_whole_number(field)), None)
-        if invalid is not None:
-            raise DataError(f"{where} has {invalid} where x0,y0,x1,y1 are whole numbers.")
-        x0, y0, x1, y1 = map(int, fields[1:5])
-        if x1 < x0 or y1 < y0:
-            raise DataError(f"{where} has an inverted box {(x0, y0, x1, y1)}.")
+            raise DataError(f"{file} line {line}: {','.join(row)!r} is not image,x0,y0,x1,y1[,class].")
+        x0, y0, x1, y1 = whole_numbers(fields[1:5], "x0,y0,x1,y1", f"{file} line {line}: image {fields[0]}")
         yield line, fields[0], (x0, y0, x1, y1), "".join(fields[5:])
 
 

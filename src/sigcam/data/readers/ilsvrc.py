@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,17 +13,10 @@ from sigcam.data.images import is_image, list_images, open_image, read_image_siz
 from sigcam.data.sample import Box, Sample, Samples
 from sigcam.data.text_files import check_box, numbered_lines
 
+Objects = list[tuple[str, Box]]  # synset and box of each object in an XML file
 SYNSET = re.compile(r"n\d{8}")
 SYNSET_LIST = "LOC_synset_mapping.txt"
 FOLDER_OF = {"train": "train", "val": "val", "test": "val"}  # the images of the test folder have no labels
-
-
-@dataclass(frozen=True)
-class BoxFile:
-    """The content of an XML file: (synset, box) of each object, and the image size the boxes refer to."""
-
-    objects: tuple[tuple[str, Box], ...]
-    size: ImageSize | None
 
 
 def ilsvrc(root: str | Path, *, split: str = "train") -> Samples:
@@ -36,40 +28,29 @@ def ilsvrc(root: str | Path, *, split: str = "train") -> Samples:
     root = Path(root)
     home = _image_folder(root, FOLDER_OF.get(split, split))
     if home is None or split not in FOLDER_OF:
-        splits = [name for name in ("train", "val") if _image_folder(root, name)]
-        raise DataError(
-            f"{root} has no split {split!r}: it has {', '.join(splits) or 'neither train nor val'}."
-        )
+        splits = ", ".join(name for name in ("train", "val") if _image_folder(root, name))
+        raise DataError(f"{root} has no split {split!r}: it has {splits or 'neither train nor val'}.")
     xml_folder = _xml_folder(root, home.name)
     xml_files = {path.stem: path for path in xml_folder.rglob("*.xml")} if xml_folder else {}
-    entries = list[tuple[Path, str, BoxFile | None]]()
+    entries = list[tuple[Path, str, Objects, ImageSize | None]]()
     for image in list_images(home):
-        xml = read_box_file(xml_files[image.stem]) if image.stem in xml_files else None
-        entries.append((image, _synset(home, image, xml), xml))
+        xml = xml_files.get(image.stem)
+        objects, size = read_box_file(xml) if xml else (Objects(), None)
+        entries.append((image, _synset(home, image, xml, objects), objects, size))
     if not entries:
         raise DataError(f"{home} holds no images.")
-    classes = _classes(root) or sorted({synset for _, synset, _ in entries})
+    classes = _classes(root) or sorted({synset for _, synset, _, _ in entries})
     label_of = {synset: label for label, synset in enumerate(classes)}
     items = list[Sample]()
-    for image, synset, xml in entries:
+    for image, synset, objects, size in entries:
         if synset not in label_of:
-            raise DataError(
-                f"{image} is of class {synset}, which {_image_folder(root, 'train')} does not have."
-            )
-        boxes = tuple(box for name, box in xml.objects if name == synset) if xml else ()
-        if xml and not xml.size:
+            raise DataError(f"{image} is of class {synset}, which is not in {_image_folder(root, 'train')}.")
+        boxes = tuple(box for name, box in objects if name == synset) or None
+        if boxes and not size:
             for box in boxes:
                 check_box(box, read_image_size(image, upright=False), f"{xml_files[image.stem]}: the image")
-        items.append(
-            Sample(
-                image.relative_to(home.parent).as_posix(),
-                partial(open_image, image, upright=False),
-                label_of[synset],
-                boxes or None,
-                size=xml.size if xml and boxes else None,
-                path=image,
-            )
-        )
+        id, opener = image.relative_to(home.parent).as_posix(), partial(open_image, image, upright=False)
+        items.append(Sample(id, opener, label_of[synset], boxes, size=size if boxes else None, path=image))
     return Samples(tuple(items), tuple(classes))
 
 
@@ -84,15 +65,15 @@ def is_ilsvrc(root: str | Path) -> bool:
     return False
 
 
-def read_box_file(path: Path) -> BoxFile:
-    """Return the objects of an XML file. Corners are put in order and boxes are clipped to the image, because
-    some were drawn beyond it or from the right; x1 and y1 are the last pixel inside."""
+def read_box_file(path: Path) -> tuple[Objects, ImageSize | None]:
+    """Return the objects of an XML file and the image size they refer to. Corners are put in order and boxes
+    clipped to the image, because some were drawn beyond it or from the right; x1 and y1 are inside."""
     from xml.etree import ElementTree
 
     try:
         tree = ElementTree.parse(path).getroot()
         width, height = (int(tree.findtext(f"size/{name}", "0")) for name in ("width", "height"))
-        objects = list[tuple[str, Box]]()
+        objects = Objects()
         for element in tree.findall("object"):
             corners = (element.findtext(f"bndbox/{name}", "") for name in ("xmin", "ymin", "xmax", "ymax"))
             x0, y0, x1, y1 = (int(float(text)) for text in corners)
@@ -101,7 +82,7 @@ def read_box_file(path: Path) -> BoxFile:
             objects.append((element.findtext("name", "").strip(), (x0, y0, x1, y1)))
     except (ElementTree.ParseError, ValueError, OverflowError, LookupError, OSError) as error:
         raise DataError(f"cannot read the boxes of {path}: {error}.") from error
-    return BoxFile(tuple(objects), ImageSize(width, height) if width > 0 and height > 0 else None)
+    return objects, ImageSize(width, height) if width > 0 and height > 0 else None
 
 
 def _clip(start: int, end: int, length: int) -> tuple[int, int]:
@@ -112,19 +93,17 @@ def _clip(start: int, end: int, length: int) -> tuple[int, int]:
     return max(start, 0), min(end, last)
 
 
-def _synset(home: Path, image: Path, xml: BoxFile | None) -> str:
+def _synset(home: Path, image: Path, xml: Path | None, objects: Objects) -> str:
     """Return the class of an image: the name of its folder, or of the objects in its XML file."""
     folder = image.relative_to(home).parts[0]
     if folder != image.name:
         if not SYNSET.fullmatch(folder):
             raise DataError(f"{home / folder} is not named by a synset id such as n01440764: rename it.")
         return folder
-    names = {name for name, _ in xml.objects} if xml else set[str]()
+    names = {name for name, _ in objects}
     if len(names) != 1:
         reason = f"its XML file names {len(names)} classes" if xml else "it has no XML file in Annotations"
-        raise DataError(
-            f"cannot tell the class of {image}: {reason}. Put it into a folder named by its synset."
-        )
+        raise DataError(f"cannot tell the class of {image}: {reason}. Put it into a folder of its synset.")
     return names.pop()
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LISTS = {"train": "trainval.txt", "test": "test.txt"}
-TRIMAP = {1: 1, 2: 0, 3: 255}  # object, background, border
+TRIMAP = (0, 1, 0, 255)  # mask value of the levels: 0 is none, 1 object, 2 background, 3 border
 
 
 def pets(root: str | Path, *, split: str = "train") -> Samples:
@@ -63,14 +63,12 @@ def open_trimap(path: Path) -> NDArray[np.uint8]:
     import numpy as np
 
     levels = open_levels(path)
-    invalid = sorted({int(value) for value in np.unique(levels)} - TRIMAP.keys())
-    if invalid:
-        raise DataError(f"cannot read the mask {path}: a trimap has the values 1, 2 and 3, not {invalid[0]}.")
-    table = np.zeros(256, np.uint8)
-    for level, meaning in TRIMAP.items():
-        table[level] = meaning
-    mask: NDArray[np.uint8] = table[levels]
-    return mask
+    invalid = levels[(levels < 1) | (levels > 3)]
+    if invalid.size:
+        raise DataError(
+            f"cannot read the mask {path}: a trimap has the values 1, 2 and 3, not {invalid.min()}."
+        )
+    return np.array(TRIMAP, np.uint8)[levels]
 
 
 def _entries(path: Path) -> list[tuple[int, str, int]]:
@@ -82,7 +80,7 @@ def _entries(path: Path) -> list[tuple[int, str, int]]:
         fields = text.split()
         if len(fields) < 2 or not is_whole_number(fields[1]) or not 1 <= int(fields[1]) <= MAX_CLASSES:
             raise DataError(
-                f"{path} line {line}: {text!r} is not a name and a class, from 1 to {MAX_CLASSES}."
+                f"{path} line {line}: {text!r} is not a name and a class from 1 to {MAX_CLASSES}."
             )
         if line_of.setdefault(fields[0], line) != line:
             raise DataError(f"{path} line {line}: image {fields[0]} is in line {line_of[fields[0]]} already.")

@@ -7,18 +7,15 @@ rest (colours, build, pose, size, position, background, distractors) depends on 
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from sigcam.core.errors import ConfigError
 from sigcam.core.types import ImageSize
 from sigcam.data.sample import Sample, Samples
 
-SHAPE_CLASSES = tuple(
-    f"{crown} {wing} {tail}"
-    for crown in ("crested", "capped")
-    for wing in ("barred", "spotted")
-    for tail in ("forktail", "fantail")
-)
+PARTS = (("crested", "capped"), ("barred", "spotted"), ("forktail", "fantail"))
+SHAPE_CLASSES = tuple(map(" ".join, product(*PARTS)))
 SHAPE_SPLITS = ("train", "val", "test")
 
 

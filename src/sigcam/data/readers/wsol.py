@@ -6,7 +6,7 @@ their annotations, one comma-separated line per image, box or mask.
 
 from __future__ import annotations
 
-import reprlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from sigcam.core.errors import DataError
 from sigcam.core.types import ImageSize
 from sigcam.data.images import open_image, open_masks, read_image_size
 from sigcam.data.sample import Box, Sample, Samples
-from sigcam.data.text_files import MAX_CLASSES, check_box, is_whole_number, numbered_lines
+from sigcam.data.text_files import MAX_CLASSES, check_box, numbered_lines, whole_numbers
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -26,6 +26,7 @@ SIZES_FILE, LOCALIZATION_FILE = "image_sizes.txt", "localization.txt"
 SPLIT_NAMES = {"train": ("train", "train-weaksup"), "val": ("val", "train-fullsup")}  # of the two releases
 PROXY = "-proxy"  # suffix of a split's name that selects its shorter list, image_ids_proxy.txt
 PROBED_FILES = 16  # images whose size is read when the data set is opened
+ENDS_IN_NUMBER = re.compile(r"(^|,)\s*[-+]?(\d[\d.e+-]*|\.\d+|nan|inf)$", re.IGNORECASE)
 WsolLine = tuple[int, str]  # line number from 1, text
 LineBoxes = tuple[tuple[int, Box], ...]  # line number and box
 MaskFiles = tuple[list[Path], list[Path]]  # of objects, and of regions to ignore
@@ -50,51 +51,34 @@ def wsol(root: str | Path, *, split: str = "train", pictures: bool = True) -> Sa
     ids = _read_ids(id_list)
     labels, sizes = _read_class_labels(home / LABELS_FILE), _read_sizes(home / SIZES_FILE)
     boxes, masks = dict[str, LineBoxes](), dict[str, MaskFiles]()
-    lines = list(_lines(home / LOCALIZATION_FILE))
-    if lines and _ends_in_number(lines[0][1]):
-        boxes = _read_boxes(home / LOCALIZATION_FILE, lines, sizes)
+    places = home / LOCALIZATION_FILE
+    lines = list(_lines(places))
+    if lines and ENDS_IN_NUMBER.search(lines[0][1]):
+        boxes = _read_boxes(places, sizes)
     elif lines:
-        masks = _read_masks(home / LOCALIZATION_FILE, lines, _mask_folders(root, home))
-    for known, file, what in (
-        (labels, LABELS_FILE, "label"),
-        (sizes, SIZES_FILE, "size"),
-        (boxes or masks, LOCALIZATION_FILE, "box or mask"),
-    ):
+        folders = (f for top in _dataset_folders(root, home) for f in (top / "masks", top, top / "images"))
+        masks = _read_masks(places, lines, list(dict.fromkeys(folders)))
+    objects = boxes or masks, LOCALIZATION_FILE, "box or mask"
+    for known, file, what in ((labels, LABELS_FILE, "label"), (sizes, SIZES_FILE, "size"), objects):
         missing = next((id for id in ids if id not in known), None) if known else None
         if missing is not None:
-            raise DataError(
-                f"{id_list} line {ids[missing]}: image {missing} has no {what} in {file}: add it there, or "
-                "remove this."
-            )
+            raise DataError(f"{id_list} line {ids[missing]}: image {missing} has no {what} in {file}.")
     classes = _class_names(home, [label for label, _ in labels.values()])
     files = _image_files(root, id_list, base_split, ids) if pictures else {}
     common_size = _common_size(files, sizes, home / SIZES_FILE)
-    items = [
-        Sample(
-            id,
-            partial(
-                open_stored,
-                files.get(id),
-                id,
-                common_size or sizes.get(id),
-                common_size is not None,
-                home / LOCALIZATION_FILE,
-                () if sizes else boxes.get(id, ()),
-            ),
-            labels[id][0] if labels else None,
-            tuple(box for _, box in boxes[id]) if boxes else None,
-            partial(open_masks, *map(tuple, masks[id])) if masks else None,
-            sizes.get(id),
-            files.get(id),
-        )
-        for id in ids
-    ]
     for id, (label, number) in labels.items():
         if label >= len(classes):
-            raise DataError(
-                f"{home / LABELS_FILE} line {number}: image {id} has label {label}, but there are "
-                f"{len(classes)} classes (0 to {len(classes) - 1})."
-            )
+            where = f"{home / LABELS_FILE} line {number}: image {id}"
+            raise DataError(f"{where} has label {label}, but there are {len(classes)} classes, from 0.")
+    items = list[Sample]()
+    for id in ids:
+        path, stored_size = files.get(id), common_size or sizes.get(id)
+        unchecked = () if sizes else boxes.get(id, ())
+        image = partial(open_stored, path, id, stored_size, common_size is not None, places, unchecked)
+        class_index = labels[id][0] if labels else None
+        image_boxes = tuple(box for _, box in boxes[id]) if boxes else None
+        mask = partial(open_masks, *map(tuple, masks[id])) if masks else None
+        items.append(Sample(id, image, class_index, image_boxes, mask, sizes.get(id), path))
     return Samples(tuple(items), classes)
 
 
@@ -120,15 +104,10 @@ def open_stored(
     size = ImageSize(*image.size)
     if expected is not None and size != expected:
         other = "the other files are" if resized else f"in {SIZES_FILE} it is"
-        raise DataError(
-            f"image {id}: {path} is {_by(size)} pixels, but {other} {_by(expected)}: correct one of them."
-        )
+        raise DataError(f"image {id}: {path} is {_by(size)} pixels, but {other} {_by(expected)}.")
     for number, box in boxes:
         check_box(box, size, f"{places} line {number}: image {id}")
     return image
-
-
-# ------------------------------------------------------------------------------------------ where things are
 
 
 def _metadata_folders(root: Path) -> tuple[Path, ...]:
@@ -153,7 +132,7 @@ def _split_folder(root: Path, split: str) -> Path:
 
 
 def _dataset_folders(root: Path, home: Path) -> list[Path]:
-    """Return where the data set's folder may be, seen from root and from the split's metadata."""
+    """Return the folders that may hold the images and masks, seen from root and from the split's metadata."""
     folders = [root]
     for path in (home.absolute(), home.resolve()):
         above = [*path.parents][:3]
@@ -162,28 +141,18 @@ def _dataset_folders(root: Path, home: Path) -> list[Path]:
     return folders
 
 
-def _mask_folders(root: Path, home: Path) -> list[Path]:
-    tops = _dataset_folders(root, home)
-    return list(dict.fromkeys(folder for top in tops for folder in (top / "masks", top, top / "images")))
-
-
 def _image_files(root: Path, id_list: Path, split: str, ids: Mapping[str, int]) -> dict[str, Path]:
     """Return the file of each image; all images of a split are in one folder."""
     tops = [folder for top in _dataset_folders(root, id_list.parent) for folder in (top / "images", top)]
     folders = list(dict.fromkeys(f for top in tops for f in (top, top / f"cars_{split}")))
     home = _folder_with(folders, list(ids))
     if home is None:
-        raise DataError(
-            f"{id_list}: none of its images is there, e.g. {next(iter(ids))}: looked in "
-            f"{', '.join(str(folder) for folder in folders if folder.is_dir())}."
-        )
-    files = {id: home / id for id in ids}
-    missing = next((id for id, file in files.items() if not file.is_file()), None)
-    if missing is not None:
-        raise DataError(
-            f"{id_list} line {ids[missing]}: image {missing} is not in {home}: add it, or remove its line."
-        )
-    return files
+        tried = ", ".join(str(folder) for folder in folders if folder.is_dir())
+        raise DataError(f"{id_list}: none of its images is there, e.g. {next(iter(ids))}: looked in {tried}.")
+    for id, line in ids.items():
+        if not (home / id).is_file():
+            raise DataError(f"{id_list} line {line}: image {id} is not in {home}: add it there.")
+    return {id: home / id for id in ids}
 
 
 def _folder_with(folders: Iterable[Path], names: Sequence[str]) -> Path | None:
@@ -200,9 +169,7 @@ def _class_names(home: Path, labels: Sequence[int]) -> tuple[str, ...]:
     line_of = dict[str, int]()
     for number, name in _lines(file):
         if line_of.setdefault(name, number) != number:
-            raise DataError(
-                f"{file} line {number}: class {name!r} is in line {line_of[name]} already: rename one."
-            )
+            raise DataError(f"{file} line {number}: class {name!r} is in line {line_of[name]} already.")
     return tuple(line_of)
 
 
@@ -220,13 +187,8 @@ def _common_size(files: Mapping[str, Path], sizes: Mapping[str, ImageSize], list
     if len(set(stored.values())) == 1 < len(stored) < 2 * len(different):
         return stored[first]
     number = next(n for n, id, _ in _number_rows(listed, 2, "") if id == first)
-    raise DataError(
-        f"{listed} line {number}: image {first} is {_by(sizes[first])}, but {files[first]} is "
-        f"{_by(stored[first])} pixels: correct one of them."
-    )
-
-
-# ------------------------------------------------------------------------------------------- reading lines
+    where = f"{listed} line {number}: image {first}"
+    raise DataError(f"{where} is {_by(sizes[first])}, but {files[first]} is {_by(stored[first])} pixels.")
 
 
 def _lines(path: Path) -> Iterator[WsolLine]:
@@ -272,16 +234,11 @@ def _read_sizes(path: Path) -> dict[str, ImageSize]:
     return sizes
 
 
-def _read_boxes(
-    path: Path, lines: Iterable[WsolLine], sizes: Mapping[str, ImageSize]
-) -> dict[str, LineBoxes]:
+def _read_boxes(path: Path, sizes: Mapping[str, ImageSize]) -> dict[str, LineBoxes]:
     boxes = dict[str, LineBoxes]()
-    for number, id, (x0, y0, x1, y1) in _number_rows(path, 4, "<id>,<x0>,<y0>,<x1>,<y1>", lines):
-        where, box = f"{path} line {number}: image {id}", (x0, y0, x1, y1)
-        if x1 < x0 or y1 < y0:
-            raise DataError(f"{where} has an inverted box {box}: write x0, y0, x1, y1.")
-        check_box(box, sizes.get(id), where)
-        boxes[id] = (*boxes.get(id, ()), (number, box))
+    for number, id, (x0, y0, x1, y1) in _number_rows(path, 4, "<id>,<x0>,<y0>,<x1>,<y1>"):
+        check_box((x0, y0, x1, y1), sizes.get(id), f"{path} line {number}: image {id}")
+        boxes[id] = (*boxes.get(id, ()), (number, (x0, y0, x1, y1)))
     return boxes
 
 
@@ -305,29 +262,13 @@ def _read_masks(path: Path, lines: Sequence[WsolLine], folders: Sequence[Path]) 
     return masks
 
 
-def _ends_in_number(line: str) -> bool:
-    """Return whether the last field is a number, as in lines of boxes."""
-    try:
-        float(line.rsplit(",", 1)[-1])
-    except ValueError:
-        return False
-    return True
-
-
-def _number_rows(
-    path: Path, count: int, layout: str, lines: Iterable[WsolLine] | None = None
-) -> Iterator[tuple[int, str, list[int]]]:
+def _number_rows(path: Path, count: int, layout: str) -> Iterator[tuple[int, str, list[int]]]:
     """Yield (line number, id, `count` whole numbers) of each line."""
-    for number, text in _lines(path) if lines is None else lines:
+    for number, text in _lines(path):
         id, *fields = (part.strip() for part in text.rsplit(",", count))
         if len(fields) != count or not id:
             raise DataError(f"{path} line {number}: {text!r} is not {layout}.")
-        invalid = next((reprlib.repr(field) for field in fields if not is_whole_number(field)), None)
-        if invalid is not None:
-            raise DataError(
-                f"{path} line {number}: image {id} has {invalid} where {layout} has a whole number."
-            )
-        yield number, id, [int(field) for field in fields]
+        yield number, id, whole_numbers(fields, layout, f"{path} line {number}: image {id}")
 
 
 def _by(size: ImageSize) -> str:
