@@ -44,7 +44,7 @@ def fit_command(options: FitOptions) -> None:
     from sigcam.reports.fit_report import fit_details, fit_summary, plot_fit
     from sigcam.training.branch import fit
     from sigcam.training.feature_cache import default_folder
-    from sigcam.training.features_file import read_features
+    from sigcam.training.features import read_features
     from sigcam.training.settings import check_fit_config
 
     o = options

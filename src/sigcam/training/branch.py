@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +20,7 @@ from sigcam.metrics.classification import Quality
 from sigcam.models.preprocess import Transform
 from sigcam.network.dual import DualBranch
 from sigcam.training.feature_reader import HeadInputs
-from sigcam.training.features import (
-    Features,
-    TrainingData,
-    batches_of,
-    check_batch,
-    extract,
-    labels_of,
-    match_labels,
-)
+from sigcam.training.features import Features, TrainingData, all_labels, extract, match_labels
 from sigcam.training.loss import check_labels, pos_weights, positives_of
 from sigcam.training.recipes import TrainedHead, solve_head, train_cached, train_fresh
 from sigcam.training.settings import check_fit_config
@@ -90,20 +80,23 @@ def fit(
         progress: called with (stage, done, total).
     """
     if not isinstance(net, DualBranch):
-        raise ConfigError(
-            f"fit takes what attach returns, not {type(net).__name__}: net = sigcam.attach(model)."
-        )
+        raise ConfigError(f"fit takes what attach returns, not {type(net).__name__}: sigcam.attach(model).")
     folder = None if cache is None else Path(cache)
-    with torch.inference_mode(False), _seeded(config.seed, net.device):
+    generators = [net.device] if net.device.type == "cuda" else []
+    with torch.inference_mode(False), torch.random.fork_rng(generators):
+        torch.manual_seed(config.seed)
         inputs = HeadInputs(net)
         check_fit_config(config, linear=inputs.linear, negatives=negatives is not None)
         _check_calibration(net, config)
         if config.recipe == "fast":
-            options: Any = {"inputs": inputs, "transform": transform, "cache": folder, "progress": progress}
-            features, others = extract(net, data, config, **options), None
+            read = partial(extract, net, inputs=inputs, transform=transform, cache=folder, progress=progress)
+            features, others = read(data, config), None
             if negatives is not None:
                 images = images_from_paths([negatives]) if isinstance(negatives, str | Path) else negatives
-                others = _check_negatives(extract(net, images, config, labelled=False, **options))
+                others = read(images, config, labelled=False)
+                if not sum(all_gather(len(others))):
+                    reason = others.skipped[0][1]
+                    raise DataError(f"no image without a class could be read, the first: {reason}")
             positions, labels = features.gather_labels()
             pos_weight = _positive_weights(labels, net.classes, config, features.skipped)
             held_out = positions[choose_held_out(labels, config)]
@@ -121,21 +114,10 @@ def fit(
             if isinstance(data, Features):
                 raise ConfigError(f"recipe {config.recipe} computes features in every epoch: give it images.")
             data = match_labels(net, data)
-            labels = _all_labels(net, data, config)
+            labels = all_labels(net, data, config)
             pos_weight = _positive_weights(labels, net.classes, config, ())
             trained = train_fresh(net, data, pos_weight, config, transform, folder, progress)
         return _install(net, data, config, trained, labels, pos_weight)
-
-
-# ------------------------------------------------------------------------------------------------- steps
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw random numbers from the seed inside the block; restore the global generators after it."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
 
 
 def _check_calibration(net: DualBranch, config: FitConfig) -> None:
@@ -143,23 +125,6 @@ def _check_calibration(net: DualBranch, config: FitConfig) -> None:
     single = len(net.sigmoid.copies) == 1 and getattr(net.last_layer("sigmoid"), "bias", None) is not None
     if config.calibrate and not single:
         raise ConfigError("calibrate=True needs a head with exactly one output layer that has a bias.")
-
-
-def _check_negatives(features: Features) -> Features:
-    """Return the features of images without any of the classes; raise DataError if no process has any."""
-    if not sum(all_gather(len(features))):
-        raise DataError(
-            f"none of the images without a class could be read, the first: {features.skipped[0][1]}"
-        )
-    return features
-
-
-def _all_labels(net: DualBranch, data: TrainingData, config: FitConfig) -> Tensor:
-    """Return all labels, (B,) or (B, C)."""
-    if isinstance(data, Samples):
-        return labels_of(data)
-    parts = [check_batch(item, net.classes)[1] for item in batches_of(data, config)]
-    return torch.cat(parts) if parts else torch.empty(0)
 
 
 def _positive_weights(
@@ -171,20 +136,14 @@ def _positive_weights(
         raise DataError(f"there are no images to fit on{reason}")
     check_labels(labels, classes)
     counts = _label_counts(labels, classes)
-    present = sum(count > 0 for count in counts)
-    if present < 2:
+    absent = counts.count(0)
+    if len(counts) - absent < 2:
         raise DataError(f"all {len(labels)} images show one class: a branch learns from at least two.")
-    if present < len(counts):
-        log.warning(
-            "%d of %d classes have no images: their scores stay near 0.", len(counts) - present, len(counts)
-        )
-    fewest = min(filter(None, counts))
-    if max(counts) > 10 * fewest:
-        log.warning(
-            "classes have from %d to %d images; pos_weight='counts' weights each by its own count.",
-            fewest,
-            max(counts),
-        )
+    if absent:
+        log.warning("%d of %d classes have no images: their scores stay near 0.", absent, len(counts))
+    fewest, most = min(filter(None, counts)), max(counts)
+    if most > 10 * fewest:
+        log.warning("classes have from %d to %d images; pos_weight='counts' evens them out.", fewest, most)
     return pos_weights(config.pos_weight, positives_of(labels, classes), len(labels))
 
 
@@ -212,19 +171,13 @@ def _install(
     weights = tuple(pos_weight.tolist())
     weight = weights[0] if len(set(weights)) == 1 else weights
     net.fitted = True
-    net.recipe = asdict(config) | {
-        "images": len(labels),
-        "pos_weight": weight,
-        "l2": trained.l2,
-        "final_loss": trained.losses[-1],
-    }
+    about = {"images": len(labels), "pos_weight": weight, "l2": trained.l2, "final_loss": trained.losses[-1]}
+    net.recipe = asdict(config) | about
     if isinstance(data, Samples) and net.class_names is None and len(data.classes) == max(net.classes, 2):
         net.class_names = data.classes
-    skipped = trained.skipped
-    if skipped:
-        log.warning(
-            "%d file(s) could not be read and were left out, the first: %s", len(skipped), skipped[0][1]
-        )
+    if skipped := trained.skipped:
+        sentence = "%d file(s) could not be read and were left out, the first: %s"
+        log.warning(sentence, len(skipped), skipped[0][1])
     last_layer = net.last_layer("sigmoid").get_parameter("weight").detach().flatten(1)
     return FitResult(
         losses=trained.losses,

@@ -79,6 +79,11 @@ def train_classifier(
     trained = _trained_names(model, config)
     saved = Checkpoint(checkpoint, _facts(classifier, samples, config) if checkpoint else {})
     history, skipped = list[Epoch](), dict[str, str]()
+
+    def result() -> TrainResult:
+        images = len(samples) - len(skipped)
+        return TrainResult(tuple(history), images, sum(trained.values()), tuple(skipped.items()))
+
     with _training_only(model, trained):
         optimizer = _optimizer(model, trained, _fast_names(model, config.seed), config)
         if state := _load_state(saved, epochs):
@@ -97,24 +102,11 @@ def train_classifier(
             report = partial(_report, progress, total, done + len(samples))
             val_accuracy = None if val is None else _val_accuracy(classifier, val, config, report)
             history.append(Epoch(loss, accuracy, val_accuracy, lr, time.perf_counter() - began))
-            saved.save(
-                {
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "history": [asdict(epoch) for epoch in history],
-                    "skipped": skipped,
-                }
-            )
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            saved.save({**state, "history": [asdict(epoch) for epoch in history], "skipped": skipped})
             if after_epoch:
-                after_epoch(_result(history, samples, trained, skipped))
-    return _result(history, samples, trained, skipped)
-
-
-def _result(
-    history: list[Epoch], samples: Samples, trained: dict[str, int], skipped: dict[str, str]
-) -> TrainResult:
-    images = len(samples) - len(skipped)
-    return TrainResult(tuple(history), images, sum(trained.values()), tuple(skipped.items()))
+                after_epoch(result())
+    return result()
 
 
 def _report(progress: Progress | None, total: int, before: int, done: int) -> None:
@@ -124,16 +116,14 @@ def _report(progress: Progress | None, total: int, before: int, done: int) -> No
 
 def _facts(classifier: Classifier, samples: Samples, config: TrainConfig) -> dict[str, Any]:
     """Return what a run must share with the one it resumes; more epochs only continue it."""
-    settings = asdict(config)
-    for name in ("epochs", "workers", "pretrained"):
-        del settings[name]
+    irrelevant = {"epochs", "workers", "pretrained"}
     return {
         "model": classifier.name,
         "weights": fingerprint(classifier.model),
         "labels": data_fingerprint(samples),
         "files": files_fingerprint(samples),
         "preprocessing": transform_name(classifier.transform),
-        **settings,
+        **{name: value for name, value in asdict(config).items() if name not in irrelevant},
     }
 
 
@@ -141,19 +131,11 @@ def _load_state(saved: Checkpoint, epochs: int) -> dict[str, Any] | None:
     """Return the state to resume from, None if there is no file; raise ConfigError if it is another run's."""
     state = saved.load(map_location="cpu")
     if state is None and (different := saved.differences()):
-        raise ConfigError(
-            f"{saved.path} belongs to another training run (different {', '.join(different)}): remove it, or "
-            "choose another output folder."
-        )
+        difference = f"belongs to another training run (different {', '.join(different)})"
+        raise ConfigError(f"{saved.path} {difference}: remove it, or choose another output folder.")
     if state is not None and len(state["history"]) > epochs:
-        raise ConfigError(
-            f"{saved.path} holds {len(state['history'])} epochs, more than the {epochs} of this run: remove "
-            "it, or train for more epochs."
-        )
+        raise ConfigError(f"{saved.path} holds more than {epochs} epochs: remove it, or train for more.")
     return state
-
-
-# ---------------------------------------------------------------------------------------- trained parameters
 
 
 def _fast_names(model: nn.Module, seed: int) -> set[str]:
@@ -164,10 +146,9 @@ def _fast_names(model: nn.Module, seed: int) -> set[str]:
     def containing(*parts: str) -> set[str]:
         return {name for name in names if any(part in name for part in parts)}
 
-    stems = tuple(f"Conv2d_{i}" for i in range(1, 5))
     fast = set[str]()
     if containing("Mixed"):
-        fast = set(names) - containing("Mixed", *stems)
+        fast = set(names) - containing("Mixed", "Conv2d_1", "Conv2d_2", "Conv2d_3", "Conv2d_4")
     elif containing("layer4.") and containing("fc."):
         fast = containing("layer4.", "fc.")
     elif containing("features."):
@@ -190,9 +171,7 @@ def _trained_names(model: nn.Module, config: TrainConfig) -> dict[str, int]:
     if not inside:
         modules = [name for name, module in model.named_modules() if name and list(module.parameters())]
         close = get_close_matches(start, modules, n=3, cutoff=0.4) or modules[-3:]
-        raise ModelError(
-            f"freeze_until={start!r} names no module with parameters: did you mean {', '.join(close)}?"
-        )
+        raise ModelError(f"freeze_until={start!r} names no module to train: did you mean {', '.join(close)}?")
     trained = {*names[inside[0] :], *_head_names(model, config.seed)}
     return {name: size for name, size in sizes.items() if name in trained}
 
@@ -238,9 +217,6 @@ def _optimizer(
     return torch.optim.SGD(groups, lr=config.lr, momentum=0.9, nesterov=True, weight_decay=decay)
 
 
-# ------------------------------------------------------------------------------------------------ one epoch
-
-
 def read_batches(
     samples: Samples,
     transform: Transform,
@@ -260,10 +236,8 @@ def read_batches(
         required: raise DataError if images have no labels or none can be read; else they are left out.
     """
     done, empty = 0, True
-    spawn = device.type == "cuda"
-    for batch in load_batches(
-        samples, transform, batch_size=config.batch_size, workers=config.workers, spawn=spawn
-    ):
+    options: Any = {"batch_size": config.batch_size, "workers": config.workers}
+    for batch in load_batches(samples, transform, spawn=device.type == "cuda", **options):
         skipped.update(batch.skipped)
         if required and batch.labels is None:
             raise DataError("training a classifier needs labelled samples.")
@@ -288,55 +262,35 @@ def _train_epoch(
 ) -> tuple[float, float]:
     """Train for one epoch on augmented images; return the mean loss and the accuracy before each step."""
     model, device = classifier.model, next(classifier.model.parameters()).device
-    step = partial(_step, model, optimizer, classes=len(samples.classes), autocast=config.autocast)
-    count, correct, loss = 0, 0, 0.0
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed_of(config.seed, number, "dropout"))
-        shuffled, view = _training_views(classifier, samples, config, number)
-        for images, labels in read_batches(shuffled, view, config, device, skipped, report):
-            losses, hits = step(images.to(device), labels.to(device))
-            count, correct, loss = count + len(images), correct + hits, loss + losses
-    model.eval()
-    if not math.isfinite(loss) or not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
-        raise DataError(f"training diverged at lr={config.lr:g}: try a smaller one.")
-    return loss / count, correct / count
-
-
-def _training_views(
-    classifier: Classifier, samples: Samples, config: TrainConfig, number: int
-) -> tuple[Samples, Transform]:
-    """Return the samples of one epoch in random order, and the transform that draws their random views."""
+    classes, count, correct, summed = len(samples.classes), 0, 0, 0.0
     generator = torch.Generator().manual_seed(seed_of(config.seed, number, "order"))
     order = torch.randperm(len(samples), generator=generator).tolist()
-    shuffled = tuple(with_seed(samples[i], seed_of(config.seed, number, i)) for i in order)
-    return Samples(shuffled, samples.classes), SeededTransform(augmented(classifier.transform))
-
-
-def _step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    images: Tensor,
-    labels: Tensor,
-    *,
-    classes: int,
-    autocast: bool,
-) -> tuple[float, int]:
-    """Take one gradient step; return the sum of losses and the number of correct predictions before it."""
-    with torch.enable_grad(), torch.autocast(images.device.type, torch.bfloat16, enabled=autocast):
-        try:
-            logits = logits_of(model(images), len(images)).float()
-        except ValueError as error:  # BatchNorm with one value per channel
-            raise ModelError(
-                f"the network cannot be trained on a batch of {len(images)}: {error}. Use another batch size."
-            ) from error
-    if logits.shape[1] != classes:
-        raise ModelError(f"the network has {logits.shape[1]} outputs, the data {classes} classes.")
-    with torch.enable_grad():
-        loss = F.cross_entropy(logits, labels)
-        optimizer.zero_grad()
-        loss.backward()
-    optimizer.step()
-    return float(loss.detach()) * len(images), int((logits.argmax(1) == labels).sum())
+    shuffled = Samples(
+        tuple(with_seed(samples[i], seed_of(config.seed, number, i)) for i in order), samples.classes
+    )
+    view = SeededTransform(augmented(classifier.transform))
+    with torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed_of(config.seed, number, "dropout"))
+        for images, labels in read_batches(shuffled, view, config, device, skipped, report):
+            images, labels = images.to(device), labels.to(device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.autocast):
+                try:
+                    logits = logits_of(model(images), len(images)).float()
+                except ValueError as error:  # BatchNorm with one value per channel
+                    sentence = f"the network cannot be trained on a batch of {len(images)}: {error}"
+                    raise ModelError(f"{sentence}. Use another batch size.") from error
+            if logits.shape[1] != classes:
+                raise ModelError(f"the network has {logits.shape[1]} outputs, the data {classes} classes.")
+            loss = F.cross_entropy(logits, labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            count, correct = count + len(images), correct + int((logits.argmax(1) == labels).sum())
+            summed += float(loss.detach()) * len(images)
+    model.eval()
+    if not math.isfinite(summed) or not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
+        raise DataError(f"training diverged at lr={config.lr:g}: try a smaller one.")
+    return summed / count, correct / count
 
 
 @torch.no_grad()
@@ -345,9 +299,8 @@ def _val_accuracy(
 ) -> float | None:
     """Return the accuracy on images without augmentation; None if none could be read."""
     device, correct, count = next(classifier.model.parameters()).device, 0, 0
-    for images, labels in read_batches(
-        samples, classifier.transform, config, device, {}, report, required=False
-    ):
+    batches = read_batches(samples, classifier.transform, config, device, {}, report, required=False)
+    for images, labels in batches:
         for part, expected in zip(chunks(images), chunks(labels), strict=True):
             with torch.autocast(device.type, torch.bfloat16, enabled=config.autocast):
                 logits = logits_of(classifier.model(part.to(device)), len(part))

@@ -196,9 +196,6 @@ def clear_caches(root: Path, names: Iterable[str] = ()) -> list[CacheEntry]:
     return [entries[name] for name in names]
 
 
-# ------------------------------------------------------------------------------------------------- bytes
-
-
 def _bytes(rows: Tensor) -> Any:
     return rows.view(torch.uint8).reshape(-1).numpy().data
 

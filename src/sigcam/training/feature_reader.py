@@ -108,9 +108,6 @@ def _is_linear(net: DualBranch, layer: nn.Module, shape: tuple[int, ...]) -> boo
     return bool((logits - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1e-12))
 
 
-# ------------------------------------------------------------------------------------------ reading samples
-
-
 class MemoryStore:
     """A `FeatureStore` without a disk."""
 

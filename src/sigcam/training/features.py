@@ -1,4 +1,4 @@
-"""extract: from images to what enters the head, computed once per image and view."""
+"""extract: from images to what enters the head, computed once per image and view, or read from a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
+from zipfile import BadZipFile
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -86,15 +88,14 @@ def extract(
         features = _local_share(inputs, data, config, labelled)
     elif isinstance(data := match_labels(net, data) if labelled else as_samples(net, data), Samples):
         transform = preprocessing(net, transform)
-        labels = labels_of(data) if labelled else torch.full((len(data),), -1)
+        labels = all_labels(net, data, config) if labelled else torch.full((len(data),), -1)
         if labelled:
             check_labels(labels, net.classes)
+        features = Features((torch.empty(0),) * config.views, labels)
         if len(data):
             reader = FeatureReader(inputs, data, config, transform, stage, progress)
             views, index, skipped = reader.read(cache)
             features = Features(views, labels[index], index, skipped)
-        else:
-            features = Features((torch.empty(0),) * config.views, labels)
     elif hasattr(data, "__getitem__") or hasattr(data, "__iter__"):
         features = _from_batches(inputs, data, config, progress, stage, labelled)
     else:
@@ -102,7 +103,20 @@ def extract(
     return replace(features, seconds={**features.seconds, stage: time.perf_counter() - began})
 
 
-# ----------------------------------------------------------------------------------------------- samples
+def read_features(path: Path) -> Features:
+    """Read features from an .npz file with `plain` (n, N), optionally `mirrored`, and `labels`."""
+    try:
+        with np.load(path) as arrays:
+            views = [torch.from_numpy(arrays[name]) for name in ("plain", "mirrored") if name in arrays]
+            labels = torch.from_numpy(arrays["labels"].astype(np.int64))
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist.") from None
+    except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
+        sentence = "It must be an .npz file with arrays plain and labels."
+        raise DataError(f"cannot read {path} as features: {error}. {sentence}") from error
+    if not views:
+        raise DataError(f"{path} has no array named plain: the features of the unaltered images.")
+    return Features(tuple(views), labels)
 
 
 def as_samples(net: DualBranch, data: TrainingData) -> TrainingData:
@@ -124,9 +138,12 @@ def match_labels(net: DualBranch, data: TrainingData) -> TrainingData:
     return data
 
 
-def labels_of(samples: Samples) -> Tensor:
-    """Return the (B,) labels of labelled samples."""
-    return torch.tensor([sample.label for sample in samples], dtype=torch.int64)
+def all_labels(net: DualBranch, data: TrainingData, config: FitConfig) -> Tensor:
+    """Return all labels of labelled data, (B,) or (B, C)."""
+    if isinstance(data, Samples):
+        return torch.tensor([sample.label for sample in data], dtype=torch.int64)
+    parts = [check_batch(item, net.classes)[1] for item in batches_of(data, config)]
+    return torch.cat(parts) if parts else torch.empty(0)
 
 
 def preprocessing(net: DualBranch, transform: Transform | None) -> Transform:
@@ -135,9 +152,6 @@ def preprocessing(net: DualBranch, transform: Transform | None) -> Transform:
     if transform is None:
         raise DataError("samples need preprocessing: set net.transform, or fit(..., transform=...).")
     return transform
-
-
-# --------------------------------------------------------------------------------- tensors and data loaders
 
 
 def _local_share(inputs: HeadInputs, data: Features, config: FitConfig, labelled: bool) -> Features:
@@ -164,26 +178,21 @@ def _from_batches(
     """Return the features of a torch Dataset or DataLoader; each of n processes takes every n-th batch."""
     views: list[list[Tensor]] = [[] for _ in range(config.views)]
     labels, index, count = list[Tensor](), list[Tensor](), 0
-    total = length_of(data)
     for number, item in enumerate(batches_of(data, config)):
         images, targets = check_batch(item, inputs.net.classes, labelled=labelled)
-        positions = torch.arange(count, count + len(images))
-        count += len(images)
-        if number % world_size() != rank():
-            continue
-        who = f"images {count - len(images)} to {count - 1}"
-        for view, rows in enumerate(views):
-            rows.append(inputs.compute(images.flip(-1) if view else images, config, who))
-        labels.append(targets)
-        index.append(positions)
-        if progress:
-            progress(stage, count, max(total, count))
+        first, count = count, count + len(images)
+        if number % world_size() == rank():
+            for view, rows in enumerate(views):
+                mirrored = images.flip(-1) if view else images
+                rows.append(inputs.compute(mirrored, config, f"images {first} to {count - 1}"))
+            labels.append(targets)
+            index.append(torch.arange(first, count))
+            if progress:
+                progress(stage, count, max(length_of(data), count))
     if not count:
         return Features((torch.empty(0),) * config.views, torch.empty(0))
     if not labels:
-        raise DataError(
-            f"{count} images in one batch are too few for {world_size()} processes: use smaller batches."
-        )
+        raise DataError(f"one batch is too little for {world_size()} processes: use smaller batches.")
     return Features(tuple(torch.cat(view) for view in views), torch.cat(labels), torch.cat(index))
 
 
@@ -191,14 +200,13 @@ def batches_of(data: Any, config: FitConfig, *, shuffle: bool = False) -> Iterab
     """Return the batches of a torch Dataset, shuffled if it can be indexed; a DataLoader as it is."""
     if isinstance(data, DataLoader):
         return data
-    generator = torch.Generator()  # otherwise each loop draws a seed from the global generator
-    generator.manual_seed(int(torch.randint(2**31, ())) if shuffle else 0)
+    seed = int(torch.randint(2**31, ())) if shuffle else 0
     return DataLoader(
         cast(Dataset[Any], data),
         batch_size=config.batch_size,
         shuffle=shuffle and hasattr(data, "__len__") and hasattr(data, "__getitem__"),
         num_workers=config.workers,
-        generator=generator,
+        generator=torch.Generator().manual_seed(seed),  # otherwise each loop draws from the global one
     )
 
 
@@ -217,7 +225,7 @@ def check_batch(item: Any, classes: int, *, labelled: bool = True) -> tuple[Tens
         return images, torch.full((len(images),), -1)
     if not isinstance(item, tuple | list) or len(item) < 2:
         raise DataError(f"the data must yield (images, labels), not {type(item).__name__}.")
-    images, labels = item[0], item[1]
+    images, labels = item[:2]
     if not isinstance(images, Tensor) or images.ndim != 4:
         actual = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
         raise DataError(f"the data must yield images as (B, C, H, W) tensors, not {actual}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,18 +52,15 @@ def train_probe(
     layer = model.get_submodule(split.last[0])
     weight, bias = layer.get_parameter("weight"), getattr(layer, "bias", None)
     if weight[0, 0].numel() != 1 or weight.shape[0] != len(samples.classes):
-        raise ModelError(
-            f"the last layer of {classifier.name} is no linear layer with {len(samples.classes)} outputs."
-        )
-    config, skipped = TrainConfig(batch_size=batch_size, workers=workers), dict[str, str]()
-    features, labels = _layer_inputs(classifier, layer, samples, config, skipped, progress)
+        raise ModelError(f"{classifier.name} has no linear last layer with {len(samples.classes)} outputs.")
+    config = TrainConfig(batch_size=batch_size, workers=workers)
+    features, labels, skipped = _layer_inputs(classifier, layer, samples, config, progress)
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         probe = nn.Linear(features.shape[1], len(weight), bias=bias is not None)
         optimizer = torch.optim.Adam(probe.parameters(), lr=lr)
-        losses = train_on_features(
-            probe, features, labels, optimizer, epochs=epochs, batch_size=batch_size, progress=progress
-        )
+        options: Any = {"epochs": epochs, "batch_size": batch_size, "progress": progress}
+        losses = train_on_features(probe, features, labels, optimizer, **options)
     with torch.no_grad():
         accuracy = float((probe(features).argmax(1) == labels).float().mean())
         weight.copy_(probe.weight.reshape(weight.shape))
@@ -84,9 +82,7 @@ def train_on_features(
 ) -> list[float]:
     """Train a module on (n, ...) features with softmax cross-entropy; return the mean loss of each epoch.
 
-    Args:
-        scheduler: stepped after every batch.
-        progress: called after every batch.
+    The scheduler is stepped after every batch.
     """
     device = next(module.parameters()).device
     done, total, losses = 0, epochs * -(-len(features) // batch_size), list[float]()
@@ -111,16 +107,11 @@ def train_on_features(
 
 @torch.no_grad()
 def _layer_inputs(
-    classifier: Classifier,
-    layer: nn.Module,
-    samples: Samples,
-    config: TrainConfig,
-    skipped: dict[str, str],
-    progress: Progress | None,
-) -> tuple[Tensor, Tensor]:
-    """Return what enters the layer (images, N), and labels (images,)."""
+    classifier: Classifier, layer: nn.Module, samples: Samples, config: TrainConfig, progress: Progress | None
+) -> tuple[Tensor, Tensor, dict[str, str]]:
+    """Return what enters the layer (images, N), labels (images,), and why which image could not be read."""
     device = next(classifier.model.parameters()).device
-    rows, parts = list[Tensor](), list[Tensor]()
+    rows, parts, skipped = list[Tensor](), list[Tensor](), dict[str, str]()
 
     def keep(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         entered = args[0].float().cpu()
@@ -139,4 +130,4 @@ def _layer_inputs(
     joined = torch.cat(parts)
     if len(joined.unique()) < 2:
         raise DataError(f"all {len(joined)} images show one class: a classifier learns from at least two.")
-    return torch.cat(rows), joined
+    return torch.cat(rows), joined, skipped

@@ -165,9 +165,6 @@ def _centred(start: Solution | None, axes: Axes, ids: Tensor) -> Tensor | None:
     return torch.cat([weight, (start.bias[ids] + weight @ axes.mean)[:, None]], 1)
 
 
-# ------------------------------------------------------------------------------------------ Newton's method
-
-
 def _solve_block(
     rows: Rows,
     axes: Axes,

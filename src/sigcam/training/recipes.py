@@ -56,9 +56,6 @@ class TrainedHead:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-# ---------------------------------------------------------------------------------------- linear head
-
-
 def solve_head(
     net: DualBranch,
     layer: nn.Module,
@@ -157,9 +154,6 @@ def _head_with(net: DualBranch, layer: nn.Module, solution: Solution) -> Sigmoid
     return head
 
 
-# -------------------------------------------------------------------------------------- gradient steps
-
-
 class HeadTrainer:
     """Trains a copy of the branch's head; the branch itself stays as it is."""
 
@@ -214,9 +208,6 @@ class HeadTrainer:
             raise DataError(f"training diverged at lr={self.lr:g}: try a smaller one.")
 
 
-# ------------------------------------------------------------------------------------------ cached features
-
-
 def train_cached(
     net: DualBranch, data: TrainingSet, pos_weight: Tensor, config: FitConfig, progress: Progress | None
 ) -> TrainedHead:
@@ -253,9 +244,6 @@ def train_cached(
             quality = quality_of(*data.held_out_logits(trainer.logits, net.classes), pos_weight)
     seconds = {"training": time.perf_counter() - began}
     return TrainedHead(trainer.head, tuple(losses), l2, quality=quality, seconds=seconds)
-
-
-# ------------------------------------------------------------------------------------------- fresh features
 
 
 def train_fresh(
