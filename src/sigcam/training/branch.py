@@ -87,7 +87,9 @@ def fit(
         torch.manual_seed(config.seed)
         inputs = HeadInputs(net)
         check_fit_config(config, linear=inputs.linear, negatives=negatives is not None)
-        _check_calibration(net, config)
+        single = len(net.sigmoid.copies) == 1 and getattr(net.last_layer("sigmoid"), "bias", None) is not None
+        if config.calibrate and not single:
+            raise ConfigError("calibrate=True needs a head with exactly one output layer that has a bias.")
         if config.recipe == "fast":
             read = partial(extract, net, inputs=inputs, transform=transform, cache=folder, progress=progress)
             features, others = read(data, config), None
@@ -118,13 +120,6 @@ def fit(
             pos_weight = _positive_weights(labels, net.classes, config, ())
             trained = train_fresh(net, data, pos_weight, config, transform, folder, progress)
         return _install(net, data, config, trained, labels, pos_weight)
-
-
-def _check_calibration(net: DualBranch, config: FitConfig) -> None:
-    """Raise ConfigError if there is no bias to calibrate."""
-    single = len(net.sigmoid.copies) == 1 and getattr(net.last_layer("sigmoid"), "bias", None) is not None
-    if config.calibrate and not single:
-        raise ConfigError("calibrate=True needs a head with exactly one output layer that has a bias.")
 
 
 def _positive_weights(
@@ -162,7 +157,7 @@ def _install(
     pos_weight: Tensor,
 ) -> FitResult:
     """Put the trained head into the network and return the result."""
-    state = {name: broadcast_first(tensor) for name, tensor in trained.head.state_dict().items()}
+    state = {name: broadcast_first(tensor) for name, tensor in trained.state.items()}
     net.sigmoid.load_state_dict(state)
     if config.calibrate:
         bias = net.last_layer("sigmoid").get_parameter("bias")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 from sigcam.core.checkpoint import Checkpoint
 from sigcam.core.config import TrainConfig
@@ -203,9 +204,7 @@ def _train_mode(model: nn.Module, trained: dict[str, int], config: TrainConfig) 
             module.eval()
 
 
-def _optimizer(
-    model: nn.Module, trained: dict[str, int], fast: set[str], config: TrainConfig
-) -> torch.optim.SGD:
+def _optimizer(model: nn.Module, trained: dict[str, int], fast: set[str], config: TrainConfig) -> SGD:
     named = [(name, parameter) for name, parameter in model.named_parameters() if name in trained]
     residual = any("layer4." in name for name, _ in model.named_parameters())
     decay = config.weight_decay if config.weight_decay is not None else 1e-4 if residual else 5e-4
@@ -214,7 +213,7 @@ def _optimizer(
         for quick, ratio in ((False, 1.0), (True, config.head_lr_ratio))
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.SGD(groups, lr=config.lr, momentum=0.9, nesterov=True, weight_decay=decay)
+    return SGD(groups, lr=config.lr, momentum=0.9, nesterov=True, weight_decay=decay)
 
 
 def read_batches(
@@ -230,14 +229,13 @@ def read_batches(
     """Yield images (B, 3, H, W) and labels (B,), on the CPU.
 
     Args:
-        device: the model's.
         skipped: unreadable images are added to it.
         report: called with the number of images done after each batch.
         required: raise DataError if images have no labels or none can be read; else they are left out.
     """
     done, empty = 0, True
-    options: Any = {"batch_size": config.batch_size, "workers": config.workers}
-    for batch in load_batches(samples, transform, spawn=device.type == "cuda", **options):
+    size, workers, spawn = config.batch_size, config.workers, device.type == "cuda"
+    for batch in load_batches(samples, transform, batch_size=size, workers=workers, spawn=spawn):
         skipped.update(batch.skipped)
         if required and batch.labels is None:
             raise DataError("training a classifier needs labelled samples.")
@@ -256,41 +254,54 @@ def _train_epoch(
     samples: Samples,
     config: TrainConfig,
     number: int,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     skipped: dict[str, str],
     report: Callable[[int], None],
 ) -> tuple[float, float]:
     """Train for one epoch on augmented images; return the mean loss and the accuracy before each step."""
     model, device = classifier.model, next(classifier.model.parameters()).device
-    classes, count, correct, summed = len(samples.classes), 0, 0, 0.0
-    generator = torch.Generator().manual_seed(seed_of(config.seed, number, "order"))
-    order = torch.randperm(len(samples), generator=generator).tolist()
-    shuffled = Samples(
-        tuple(with_seed(samples[i], seed_of(config.seed, number, i)) for i in order), samples.classes
-    )
-    view = SeededTransform(augmented(classifier.transform))
-    with torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    step = partial(_step, model, optimizer, classes=len(samples.classes), autocast=config.autocast)
+    count, correct, loss = 0, 0, 0.0
+    shuffled, view = _training_views(classifier, samples, config, number)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed_of(config.seed, number, "dropout"))
         for images, labels in read_batches(shuffled, view, config, device, skipped, report):
-            images, labels = images.to(device), labels.to(device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=config.autocast):
-                try:
-                    logits = logits_of(model(images), len(images)).float()
-                except ValueError as error:  # BatchNorm with one value per channel
-                    sentence = f"the network cannot be trained on a batch of {len(images)}: {error}"
-                    raise ModelError(f"{sentence}. Use another batch size.") from error
-            if logits.shape[1] != classes:
-                raise ModelError(f"the network has {logits.shape[1]} outputs, the data {classes} classes.")
-            loss = F.cross_entropy(logits, labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            count, correct = count + len(images), correct + int((logits.argmax(1) == labels).sum())
-            summed += float(loss.detach()) * len(images)
+            losses, hits = step(images.to(device), labels.to(device))
+            count, correct, loss = count + len(images), correct + hits, loss + losses
     model.eval()
-    if not math.isfinite(summed) or not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
+    if not math.isfinite(loss) or not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
         raise DataError(f"training diverged at lr={config.lr:g}: try a smaller one.")
-    return summed / count, correct / count
+    return loss / count, correct / count
+
+
+def _training_views(
+    classifier: Classifier, samples: Samples, config: TrainConfig, number: int
+) -> tuple[Samples, Transform]:
+    """Return the samples of one epoch in random order, and the transform that draws their random views."""
+    generator = torch.Generator().manual_seed(seed_of(config.seed, number, "order"))
+    order = torch.randperm(len(samples), generator=generator).tolist()
+    shuffled = tuple(with_seed(samples[i], seed_of(config.seed, number, i)) for i in order)
+    return Samples(shuffled, samples.classes), SeededTransform(augmented(classifier.transform))
+
+
+@torch.enable_grad()
+def _step(
+    model: nn.Module, optimizer: Optimizer, images: Tensor, labels: Tensor, *, classes: int, autocast: bool
+) -> tuple[float, int]:
+    """Take one gradient step; return the sum of losses and the number of correct predictions before it."""
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=autocast):
+        try:
+            logits = logits_of(model(images), len(images)).float()
+        except ValueError as error:  # BatchNorm with one value per channel
+            sentence = f"the network cannot be trained on a batch of {len(images)}: {error}"
+            raise ModelError(f"{sentence}. Use another batch size.") from error
+    if logits.shape[1] != classes:
+        raise ModelError(f"the network has {logits.shape[1]} outputs, the data {classes} classes.")
+    loss = F.cross_entropy(logits, labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach()) * len(images), int((logits.argmax(1) == labels).sum())
 
 
 @torch.no_grad()

@@ -24,11 +24,12 @@ from torch import Tensor
 
 from sigcam.core.errors import ConfigError, DataError
 from sigcam.core.files import file_stamp, write_atomic
-from sigcam.data.sample import Sample, Samples
+from sigcam.data.sample import Samples
 
 IMAGES_PER_CHUNK = 64  # also the batch of the backbone, and what a kill loses
 SUM = 16  # bytes of a checksum
 SPARE = 2**26  # bytes to leave free on the disk
+ELSEWHERE = "Choose another place with --cache, or $SIGCAM_CACHE."
 Precision = Literal["float16", "bfloat16"]
 DTYPES: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -75,30 +76,18 @@ class FeatureStore:
             _allocate(self.folder / "features.bin", self.size)
             _allocate(self.folder / "sums.bin", -(-len(self.samples) // IMAGES_PER_CHUNK) * SUM)
         except OSError as error:
-            raise DataError(
-                f"cannot use the feature cache {self.folder.parent}: {error.strerror or error}. Choose "
-                "another place with --cache, or $SIGCAM_CACHE."
-            ) from error
-
-    def rows(self, chunk: int) -> range:
-        """Return the positions of a chunk's images."""
-        return range(chunk * IMAGES_PER_CHUNK, min((chunk + 1) * IMAGES_PER_CHUNK, len(self.samples)))
+            reason = f"{error.strerror or error}. {ELSEWHERE}"
+            raise DataError(f"cannot use the feature cache {self.folder.parent}: {reason}") from error
 
     def read(self) -> Tensor:
         """Return all rows (images, width), mapped from the file."""
-        size = self.size // 2
         path, dtype = str(self.folder / "features.bin"), DTYPES[self.precision]
-        return torch.from_file(path, shared=False, size=size, dtype=dtype).view(-1, self.width)
+        return torch.from_file(path, shared=False, size=self.size // 2, dtype=dtype).view(-1, self.width)
 
     def missing(self, chunks: Iterable[int]) -> list[int]:
         """Return those of the chunks that are absent or damaged, or whose image files have changed."""
-        data = memoryview(_bytes(self.read()))
-        sums = (self.folder / "sums.bin").read_bytes()
-        return [
-            chunk
-            for chunk in chunks
-            if sums[chunk * SUM : (chunk + 1) * SUM] != self._sum(chunk, data[self._span(chunk)])
-        ]
+        data, sums = _bytes(self.read()), (self.folder / "sums.bin").read_bytes()
+        return [i for i in chunks if sums[i * SUM : (i + 1) * SUM] != self._sum(i, data[self._span(i)])]
 
     def write(self, chunk: int, features: Tensor) -> None:
         """Write a chunk's rows (n, ...), then its checksum."""
@@ -108,19 +97,17 @@ class FeatureStore:
             _write_at(self.folder / "features.bin", span.start, data)
             _write_at(self.folder / "sums.bin", chunk * SUM, self._sum(chunk, data))
         except OSError as error:
-            raise DataError(
-                f"cannot write to the feature cache {self.folder}: {error.strerror or error}. The same "
-                "command goes on from it. Choose another place with --cache, or $SIGCAM_CACHE."
-            ) from error
+            reason = f"{error.strerror or error}. The same command goes on from it. {ELSEWHERE}"
+            raise DataError(f"cannot write to the feature cache {self.folder}: {reason}") from error
 
     def _span(self, chunk: int) -> slice:
-        rows, size = self.rows(chunk), self.width * 2
-        return slice(rows.start * size, rows.stop * size)
+        size = IMAGES_PER_CHUNK * self.width * 2
+        return slice(chunk * size, (chunk + 1) * size)
 
     def _sum(self, chunk: int, data: bytes | memoryview) -> bytes:
         digest = hashlib.blake2b(digest_size=SUM)
-        for i in self.rows(chunk):
-            digest.update(_stamp(self.samples[i]).encode())
+        for sample in self.samples[chunk * IMAGES_PER_CHUNK : (chunk + 1) * IMAGES_PER_CHUNK]:
+            digest.update(f"{sample.id}\0{file_stamp(sample.path) if sample.path else ''}".encode())
         digest.update(data)
         return digest.digest()
 
@@ -133,13 +120,8 @@ def find_store(
     Args:
         facts: everything besides the images that the features depend on.
     """
-    facts = {
-        **facts,
-        "shape": list(shape),
-        "precision": precision,
-        "images": len(samples),
-        "chunk": IMAGES_PER_CHUNK,
-    }
+    facts = {**facts, "shape": list(shape), "precision": precision}
+    facts |= {"images": len(samples), "chunk": IMAGES_PER_CHUNK}
     key = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12)
     for sample in samples:
         key.update(f"{sample.id}\0".encode())
@@ -200,31 +182,20 @@ def _bytes(rows: Tensor) -> Any:
     return rows.view(torch.uint8).reshape(-1).numpy().data
 
 
-def _stamp(sample: Sample) -> str:
-    """Return a string that changes when the image file does."""
-    return f"{sample.id}\0{file_stamp(sample.path) if sample.path else ''}"
-
-
 def _allocate(path: Path, size: int) -> None:
     """Give the file its size, and take the space on disk now rather than run out of it later."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        if os.fstat(handle).st_size != size:
-            os.ftruncate(handle, size)
+    with path.open("ab") as file:
+        if path.stat().st_size != size:
+            file.truncate(size)
         if size and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(handle, 0, size)
-    finally:
-        os.close(handle)
+            os.posix_fallocate(file.fileno(), 0, size)
 
 
 def _write_at(path: Path, offset: int, data: bytes) -> None:
-    handle = os.open(path, os.O_WRONLY)
-    try:
+    with path.open("r+b") as file:
         while data:
-            written = os.pwrite(handle, data, offset)
+            written = os.pwrite(file.fileno(), data, offset)
             data, offset = data[written:], offset + written
-    finally:
-        os.close(handle)
 
 
 def _size(count: int) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ class HeadInputs:
     """The input of a network's sigmoid head, found with one pass of the example image.
 
     Attributes:
+        linear: whether the head is one linear layer.
         layer: the output layer, if the branch's logits are its weight times the stored features plus a
             bias; None for any other head.
         shape: of the features stored per image. For a linear head on maps, the mean over the grid suffices.
@@ -39,40 +40,31 @@ class HeadInputs:
 
     def __init__(self, net: DualBranch) -> None:
         assert net.example is not None
+        self.example = net.example.to(next(net.model.parameters()))
         with torch.no_grad():
-            shape = tuple(net(net.example.to(next(net.model.parameters()))).pooled.shape[1:])
+            shape = tuple(net(self.example).pooled.shape[1:])
         layer = net.last_layer("sigmoid")
-        linear = _is_linear(net, layer, shape)
-        self.net = net
-        self.layer: nn.Module | None = layer if linear else None
-        self.shape: tuple[int, ...] = shape[:1] if linear else shape
-
-    @property
-    def linear(self) -> bool:
-        """Whether the head is one linear layer."""
-        return self.layer is not None
+        self.net, self.linear = net, _is_linear(net, layer, shape)
+        self.layer: nn.Module | None = layer if self.linear else None
+        self.shape: tuple[int, ...] = shape[:1] if self.linear else shape
 
     @cached_property
     def fast_net(self) -> DualBranch:
         """The network around an optimised copy of its model, on a CPU; the difference in its features is
         smaller than the rounding of the cache."""
         net = self.net
-        if net.device.type != "cpu" or net.model is not net.original or net.example is None:
+        if net.device.type != "cpu" or net.model is not net.original:
             return net
         names = (net.split.layer, *net.split.heads, *net.split.last)
-        example = net.example.to(next(net.model.parameters()))
         try:
-            return net.with_model(optimized(net.model, example, keep=names))
+            return net.with_model(optimized(net.model, self.example, keep=names))
         except AttachError:  # the model cannot be copied
             return net
 
     @torch.no_grad()
     def compute(self, images: Tensor, config: FitConfig, who: str) -> Tensor:
-        """Return the head's input (B, ...) for images (B, 3, H, W), on the CPU, in the cache's precision.
-
-        Args:
-            who: the images' names, for error messages.
-        """
+        """Return the head's input (B, ...) for images (B, 3, H, W), on the CPU, in the cache's precision;
+        errors call the images `who`."""
         net = self.fast_net
         dtype = next(net.model.parameters()).dtype if images.is_floating_point() else images.dtype
         images = images.to(net.device, dtype, non_blocking=True)
@@ -160,19 +152,17 @@ class FeatureReader:
 
     def _readable_again(self, store: FeatureStore | MemoryStore, local: range) -> set[int]:
         """Return the chunks with an image that was unreadable when they were computed, and no longer is."""
-        again = set[int]()
-        if isinstance(store, FeatureStore):
-            for i in store.read()[:, 0].isnan().nonzero()[:, 0].tolist():
-                chunk = i // IMAGES_PER_CHUNK
-                if chunk in local and chunk not in again and _read_error(self.samples[i]) is None:
-                    again.add(chunk)
-        return again
+        if isinstance(store, MemoryStore):
+            return set()
+        unread = store.read()[:, 0].isnan().nonzero()[:, 0].tolist()
+        chunks = ((i, i // IMAGES_PER_CHUNK) for i in unread)
+        return {chunk for i, chunk in chunks if chunk in local and _read_error(self.samples[i]) is None}
 
     def _compute_missing(
         self, stores: Sequence[FeatureStore | MemoryStore], local: range, missing: list[set[int]]
     ) -> dict[str, str]:
-        """Compute the chunks that a store misses; return why which image could not be read."""
-        samples, config = self.samples, self.config
+        """Compute the chunks that a store misses; return why which image is unreadable: its row is NaN."""
+        samples, config, dtype = self.samples, self.config, DTYPES[self.config.precision]
         todo = sorted(set[int]().union(*missing))
         total = sum(len(self._rows(chunk)) for chunk in local)
         done = total - sum(len(self._rows(chunk)) for chunk in todo)
@@ -193,8 +183,7 @@ class FeatureReader:
             skipped.update(batch.skipped)
             for view, store in enumerate(stores):
                 if chunk in missing[view]:
-                    size, dtype = (len(rows), *self.inputs.shape), DTYPES[config.precision]
-                    features = torch.full(size, torch.nan, dtype=dtype)  # NaN marks unreadable images
+                    features = torch.full((len(rows), *self.inputs.shape), torch.nan, dtype=dtype)
                     if len(readable):
                         images = batch.images.flip(-1) if view else batch.images
                         features[readable] = self.inputs.compute(images, config, who)
@@ -222,10 +211,8 @@ class FeatureReader:
             "autocast": config.autocast,
             "optimized": net.model is not net.original,
         }
-        stores = [
-            find_store(cache, self.samples, self.inputs.shape, config.precision, {**facts, "view": view})
-            for view in views
-        ]
+        find = partial(find_store, cache, self.samples, self.inputs.shape, config.precision)
+        stores = [find({**facts, "view": view}) for view in views]
         if rank() == 0:
             check_space(cache, sum(store.size for store in stores if not store.is_allocated()))
         barrier()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import length_hint
 from pathlib import Path
 from typing import Any, cast
 from zipfile import BadZipFile
@@ -212,10 +213,7 @@ def batches_of(data: Any, config: FitConfig, *, shuffle: bool = False) -> Iterab
 
 def length_of(data: Any) -> int:
     """Return the number of images; 0 if it is unknown, as for an iterable Dataset."""
-    try:
-        return len(cast(Any, data.dataset if isinstance(data, DataLoader) else data))
-    except TypeError:
-        return 0
+    return length_hint(data.dataset if isinstance(data, DataLoader) else data)
 
 
 def check_batch(item: Any, classes: int, *, labelled: bool = True) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -59,8 +59,8 @@ def train_probe(
         torch.manual_seed(seed)
         probe = nn.Linear(features.shape[1], len(weight), bias=bias is not None)
         optimizer = torch.optim.Adam(probe.parameters(), lr=lr)
-        options: Any = {"epochs": epochs, "batch_size": batch_size, "progress": progress}
-        losses = train_on_features(probe, features, labels, optimizer, **options)
+        train = partial(train_on_features, epochs=epochs, batch_size=batch_size, progress=progress)
+        losses = train(probe, features, labels, optimizer)
     with torch.no_grad():
         accuracy = float((probe(features).argmax(1) == labels).float().mean())
         weight.copy_(probe.weight.reshape(weight.shape))

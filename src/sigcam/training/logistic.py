@@ -89,8 +89,7 @@ def find_axes(rows: Rows, *, intercept: bool = True) -> Axes:
 
     Without an intercept the mean is zero: the features are not centred.
     """
-    width = rows.features.shape[1]
-    device = rows.features.device
+    width, device = rows.features.shape[1], rows.features.device
     sums = torch.zeros(width + 1, dtype=torch.float64, device=device)
     for at in _row_slices(rows):
         weights = rows.weights[at].double()
@@ -139,10 +138,8 @@ def solve(
     block = max(1, min(classes, MEMORY // max(1, most * 24)))
     parts = list[Solution]()
     for ids in torch.arange(classes, device=rows.features.device).split(block):
-        begin = _centred(start, axes, ids)
-        parts.append(
-            _solve_block(rows, axes, ids, l2, pos_weight, prior, begin, intercept, 2 * l2 * tolerance)
-        )
+        part = _solve_block(rows, axes, ids, l2, pos_weight, prior, start, intercept, 2 * l2 * tolerance)
+        parts.append(part)
         if progress:
             progress(int(ids[-1]) + 1, classes)
     length = max(len(part.losses) for part in parts)
@@ -157,14 +154,6 @@ def _row_slices(rows: Rows) -> Iterator[slice]:
     return (slice(i, i + ROWS_PER_CHUNK) for i in range(0, len(rows), ROWS_PER_CHUNK))
 
 
-def _centred(start: Solution | None, axes: Axes, ids: Tensor) -> Tensor | None:
-    """Return weights and biases (K, N + 1) of the classes `ids` for centred features."""
-    if start is None:
-        return None
-    weight = start.weight[ids]
-    return torch.cat([weight, (start.bias[ids] + weight @ axes.mean)[:, None]], 1)
-
-
 def _solve_block(
     rows: Rows,
     axes: Axes,
@@ -172,7 +161,7 @@ def _solve_block(
     l2: float,
     pos_weight: Tensor,
     prior: Tensor | None,
-    begin: Tensor | None,
+    start: Solution | None,
     intercept: bool,
     tolerance: float,
 ) -> Solution:
@@ -181,7 +170,10 @@ def _solve_block(
     centre = torch.zeros(len(ids), width + 1, dtype=torch.float64, device=device)
     if prior is not None:
         centre[:, :-1] = prior[ids].double()
-    v = centre.clone() if begin is None else begin.clone()
+    v = centre.clone()  # weights and biases (K, N + 1) for centred features
+    if start is not None:
+        v[:, :-1] = start.weight[ids]
+        v[:, -1] = start.bias[ids] + start.weight[ids] @ axes.mean
     penalty = torch.full((width + 1,), l2, dtype=torch.float64, device=device)
     penalty[-1] = BIAS_PENALTY if intercept else 1e12
     design = _Design(rows, axes)

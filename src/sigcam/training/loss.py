@@ -62,12 +62,9 @@ def check_labels(labels: Tensor, classes: int) -> None:
             raise DataError("labels of shape (B, C) must be 0 or 1: which classes are present.")
         return
     if labels.ndim != 1 or (labels.is_floating_point() and not bool((labels == labels.round()).all())):
-        raise DataError(
-            f"labels must be (B,) class indices or (B, {classes}) zeros and ones, not {tuple(labels.shape)}."
-        )
+        shape = tuple(labels.shape)
+        raise DataError(f"labels must be (B,) class indices or (B, {classes}) zeros and ones, not {shape}.")
     highest = max(classes, 2) - 1  # one logit separates two classes
-    if len(labels) and (int(labels.min()) < 0 or int(labels.max()) > highest):
-        raise DataError(
-            f"labels run from {int(labels.min())} to {int(labels.max())}, the classifier's classes from 0 "
-            f"to {highest}."
-        )
+    low, high = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)
+    if low < 0 or high > highest:
+        raise DataError(f"labels run from {low} to {high}, the classifier's classes from 0 to {highest}.")

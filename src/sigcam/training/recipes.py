@@ -27,7 +27,6 @@ from sigcam.metrics.classification import Quality, average_precision, both_ways,
 from sigcam.models.preprocess import Transform
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.dual import DualBranch, linear_weight
-from sigcam.network.sigmoid_head import SigmoidHead
 from sigcam.network.trace import chunks
 from sigcam.training.augmentation import augmented, transform_name
 from sigcam.training.features import TrainingData, batches_of, check_batch, length_of, preprocessing
@@ -44,9 +43,9 @@ DEFAULT_LR = 1e-3
 
 @dataclass(frozen=True)
 class TrainedHead:
-    """A trained copy of the branch's head. The other fields are those of `FitResult`."""
+    """The state of the branch's head after training. The other fields are those of `FitResult`."""
 
-    head: SigmoidHead
+    state: dict[str, Tensor]
     losses: tuple[float, ...]
     l2: float
     search: tuple[tuple[float, float], ...] = ()
@@ -78,6 +77,7 @@ def solve_head(
     candidates = L2_CANDIDATES if config.l2 == "auto" else (float(config.l2),)
     l2 = L2_WITHOUT_SEARCH if config.l2 == "auto" else float(config.l2)
     solutions, scores, quality = dict[float, Solution](), list[tuple[float, Tensor]](), None
+    search = list[tuple[float, float]]()
     if sum(all_gather(int(data.scored.sum()))):
         train, solution = data.select(~data.held_out), None
         for number, strength in enumerate(candidates):
@@ -86,22 +86,28 @@ def solve_head(
             solutions[strength] = solution
             held_out = data.held_out_logits(solution.logits, net.classes)
             scores.append((strength, average_precision(*both_ways(*held_out))))
-            stop = _is_falling(scores)
+            search.append((strength, float(scores[-1][1].nanmean())))
+            l2, error = choose_l2(scores)
+            means = [mean for _, mean in search]
+            stop = len(means) > 2 and max(means[-2:]) < max(means) - error  # worse than the best, twice
             if progress:
                 progress("penalty", len(candidates) if stop else number + 1, len(candidates))
             if stop:
                 break
-        l2, _ = choose_l2(scores)
         quality = quality_of(*data.held_out_logits(solutions[l2].logits, net.classes), pos_weight)
     searched = time.perf_counter()
     step = partial(progress, "training") if progress else None
     final = solver(data, l2=l2, start=solutions.get(l2), progress=step)
-    search = tuple((strength, float(score.nanmean())) for strength, score in scores)
+    name = next(name for name, module in net.sigmoid.named_modules() if module is layer)
+    state = net.sigmoid.state_dict()
+    state[f"{name}.weight"] = final.weight.reshape(state[f"{name}.weight"].shape)
+    if intercept:
+        state[f"{name}.bias"] = final.bias
     return TrainedHead(
-        head=_head_with(net, layer, final),
+        state=state,
         losses=(*(solutions[l2].losses if l2 in solutions else ()), *final.losses),
         l2=l2,
-        search=search if config.l2 == "auto" else (),
+        search=tuple(search) if config.l2 == "auto" else (),
         quality=quality,
         gradient=final.gradient,
         seconds={"penalty": searched - began, "training": time.perf_counter() - searched},
@@ -110,25 +116,12 @@ def solve_head(
 
 def choose_l2(scores: Sequence[tuple[float, Tensor]]) -> tuple[float, float]:
     """Return the strongest penalty whose mean score is within one standard error of the best, and that error.
-
-    Args:
-        scores: (l2, (C,) scores), NaN for classes without a score.
-    """
-    means = {
-        l2: float(score.nan_to_num(0.0).mean() if score.isnan().all() else score.nanmean())
-        for l2, score in scores
-    }
+    Scores are (C,) for each l2, NaN for classes without one."""
+    means = {l2: 0.0 if score.isnan().all() else float(score.nanmean()) for l2, score in scores}
     best = max(means, key=lambda l2: (means[l2], l2))
     known = next(score[~score.isnan()] for l2, score in scores if l2 == best)
     error = float(known.std() / len(known) ** 0.5) if len(known) > 1 else 0.0
     return max(l2 for l2, mean in means.items() if mean >= means[best] - error), error
-
-
-def _is_falling(scores: list[tuple[float, Tensor]]) -> bool:
-    """Return whether the last two penalties are both worse than the best by more than its standard error."""
-    means = [float(score.nanmean()) for _, score in scores]
-    _, error = choose_l2(scores)
-    return len(means) > 2 and max(means[-2:]) < max(means) - error
 
 
 @torch.no_grad()
@@ -139,19 +132,6 @@ def _softmax_prior(net: DualBranch) -> Tensor:
         raise ConfigError("prior='softmax' needs a softmax head that is one linear layer: use prior='zero'.")
     weight = parameters[0].double()
     return weight - weight.mean(0)
-
-
-@torch.no_grad()
-def _head_with(net: DualBranch, layer: nn.Module, solution: Solution) -> SigmoidHead:
-    """Return a copy of the branch's head with the solution in its linear layer."""
-    head = copy.deepcopy(net.sigmoid)
-    names = {module: name for name, module in net.sigmoid.named_modules()}
-    target = head.get_submodule(names[layer])
-    weight = target.get_parameter("weight")
-    weight.copy_(solution.weight.reshape(weight.shape))
-    if getattr(target, "bias", None) is not None:
-        target.get_parameter("bias").copy_(solution.bias)
-    return head
 
 
 class HeadTrainer:
@@ -173,11 +153,7 @@ class HeadTrainer:
             self.optimizer = torch.optim.Adam(self.parameters, self.lr)
 
     def step(self, pooled: Tensor, targets: Tensor, weights: Tensor | None = None) -> float:
-        """Take one gradient step on the head's inputs; return the loss before it.
-
-        Args:
-            weights: (B,) weight of each image.
-        """
+        """Take one gradient step on the head's inputs, with (B,) weights; return the loss before it."""
         device, classes = self.net.device, self.net.classes
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
             logits = self.head.from_pooled(pooled.to(device, self.dtype))
@@ -243,7 +219,7 @@ def train_cached(
             trainer.head.load_state_dict(best_state)
             quality = quality_of(*data.held_out_logits(trainer.logits, net.classes), pos_weight)
     seconds = {"training": time.perf_counter() - began}
-    return TrainedHead(trainer.head, tuple(losses), l2, quality=quality, seconds=seconds)
+    return TrainedHead(trainer.head.state_dict(), tuple(losses), l2, quality=quality, seconds=seconds)
 
 
 def train_fresh(
@@ -257,10 +233,8 @@ def train_fresh(
 ) -> TrainedHead:
     """Train as the paper does: each epoch runs the backbone on newly augmented images.
 
-    A Dataset or DataLoader is expected to augment its images itself.
-
-    Args:
-        cache: folder for a checkpoint, written after each epoch and removed at the end; only for samples.
+    A Dataset or DataLoader is expected to augment its images itself. For samples, a checkpoint is written to
+    the folder `cache` after each epoch, and removed at the end.
     """
     if world_size() > 1:
         raise ConfigError(f"recipe {config.recipe} runs in one process: use recipe fast with torchrun.")
@@ -292,7 +266,8 @@ def train_fresh(
         checkpoint.save({**state, "losses": losses, "skipped": skipped})
     checkpoint.remove()
     seconds = {"training": time.perf_counter() - began}
-    return TrainedHead(trainer.head, tuple(losses), 0.0, skipped=tuple(skipped.items()), seconds=seconds)
+    state, unread = trainer.head.state_dict(), tuple(skipped.items())
+    return TrainedHead(state, tuple(losses), 0.0, skipped=unread, seconds=seconds)
 
 
 def _checkpoint(
@@ -324,16 +299,10 @@ def _fresh_batches(
         for item in batches_of(data, config, shuffle=True):
             yield check_batch(item, net.classes)
         return
-    view = augmented(preprocessing(net, transform))
+    view, size, workers = augmented(preprocessing(net, transform)), config.batch_size, config.workers
     shuffled = Samples(tuple(data[i] for i in torch.randperm(len(data)).tolist()), data.classes)
-    for batch in load_batches(
-        shuffled,
-        view,
-        batch_size=config.batch_size,
-        workers=config.workers,
-        spawn=net.device.type == "cuda",
-        seed=int(torch.randint(2**31, ())),
-    ):
+    seed, spawn = int(torch.randint(2**31, ())), net.device.type == "cuda"
+    for batch in load_batches(shuffled, view, batch_size=size, workers=workers, spawn=spawn, seed=seed):
         skipped.update(batch.skipped)
         if len(batch.images) and batch.labels is not None:
             yield batch.images, batch.labels

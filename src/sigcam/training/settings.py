@@ -15,15 +15,12 @@ def check_fit_config(config: FitConfig, *, linear: bool | None, negatives: bool)
         linear: whether the head is one linear layer; None if that is not known yet.
         negatives: whether there are images without any of the classes.
     """
-    c = config
+    c, epochs = config, 1 if config.epochs is None else config.epochs
     solved = c.recipe == "fast" and bool(linear)
     faults = {
         "recipe must be fast, paper or paper-code": c.recipe not in ("fast", "paper", "paper-code"),
         "epochs and batch_size must be 1 or more, views 1 or 2, workers 0 or more": (
-            (c.epochs is not None and c.epochs < 1)
-            or c.batch_size < 1
-            or c.views not in (1, 2)
-            or c.workers < 0
+            epochs < 1 or c.batch_size < 1 or c.views not in (1, 2) or c.workers < 0
         ),
         "lr must be above 0": c.lr is not None and not 0 < c.lr < math.inf,
         "l2 must be 'auto' or a number, 0 or more": c.l2 != "auto"

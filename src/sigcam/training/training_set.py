@@ -43,11 +43,7 @@ class TrainingSet(Rows):
         return TrainingSet(*(column[order].to(device) for column in columns))
 
     def held_out_logits(self, logits: Callable[[Tensor], Tensor], classes: int) -> tuple[Tensor, Tensor]:
-        """Return logits and targets (B, C) of the held-out images of all processes, on the CPU.
-
-        Args:
-            logits: from features to logits.
-        """
+        """Return logits and targets (B, C) of the held-out images of all processes, on the CPU."""
         rows = self.select(self.scored)
         parts = all_gather((logits(rows.features).double().cpu(), rows.targets(torch.arange(classes)).cpu()))
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
@@ -56,25 +52,14 @@ class TrainingSet(Rows):
 def make_training_set(
     net: DualBranch, features: Features, negatives: Features | None, held_out: Tensor, config: FitConfig
 ) -> TrainingSet:
-    """Return the rows of this process.
-
-    Args:
-        negatives: images without any of the classes.
-        held_out: positions of the held-out images.
-    """
+    """Return the rows of this process, given the positions of all held-out images."""
     positions, labels = features.positions(), features.labels
     if net.classes == 1 and labels.ndim == 1:
         labels = labels[:, None]
     held = torch.isin(positions, held_out)
+    weight = torch.full((len(labels),), 1 / len(features.views))
     parts = [
-        (
-            view,
-            labels,
-            torch.full((len(labels),), 1 / len(features.views)),
-            held,
-            held & (number == 0),
-            positions + number * VIEW_OFFSET,
-        )
+        (view, labels, weight, held, held & (number == 0), positions + number * VIEW_OFFSET)
         for number, view in enumerate(features.views)
     ]
     if negatives is not None:
