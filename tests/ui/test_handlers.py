@@ -24,14 +24,13 @@ from sigcam.network.attachment import attach
 from sigcam.network.dual import DualBranch
 from sigcam.network.trace import lock_of
 from sigcam.ui.handlers import FitJob, Stopped
-from sigcam.ui.head_shift import probabilities, shift_head
 from sigcam.ui.html import boxes_html, links_html, panels_html, top_classes_html
 from sigcam.ui.images import ImageGallery, open_gallery, open_upload
 from sigcam.ui.security import HEADERS, MAX_UPLOAD_BYTES, Guard, parse_login
 from sigcam.ui.serve import UiOptions
 from sigcam.ui.sessions import Sessions
 from sigcam.ui.sources import Source, class_choices, open_networks, same_class, sources_of
-from sigcam.ui.viewer import Request, Viewer, disagreements
+from sigcam.ui.viewer import Request, Viewer, disagreements, probabilities, shift_head
 from support.folders import png_header
 from support.tiny import Gap, Vgg
 

@@ -6,6 +6,7 @@ import json
 import platform
 import shlex
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,10 +21,8 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that results depend on."""
     installed = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             installed[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return installed
 
 

@@ -100,11 +100,7 @@ def with_contour(
 def with_strips(
     image: Image.Image, *, caption: str = "", legend: bool = False, peak: float | None = None
 ) -> Image.Image:
-    """The image, enlarged if it is too narrow for text, with a caption and a colour bar below.
-
-    Args:
-        peak: largest absolute value, in logits, of a signed map; None for a unit map.
-    """
+    """The image, enlarged if too narrow for text, with a caption and the colour bar of `peak` below."""
     factor = -(-MIN_WIDTH // image.width)  # rounded up
     size = (image.width * factor, image.height * factor)
     parts = [image.convert("RGB").resize(size, Image.Resampling.NEAREST)]

@@ -59,7 +59,8 @@ class Stopped(Exception):
 class FitJob(threading.Thread):
     """A thread that fits a new branch (`net`) of the given network's model; the given network stays as it is.
 
-    `stage`, `done` and `total` are its progress; `result` or `error` is set at the end.
+    `stage`, `done` and `total` are its progress; `result` or `error` is set at the end. `stop()` stops it at
+    the next progress report and leaves the branch unfitted.
     """
 
     def __init__(self, net: DualBranch, samples: Samples) -> None:
@@ -71,6 +72,7 @@ class FitJob(threading.Thread):
         self.result: FitResult | None = None
         self.error: BaseException | None = None
         self._stop_event = threading.Event()  # Thread has a method _stop
+        self.stop = self._stop_event.set
 
     def run(self) -> None:
         """Fit; called in the new thread by `start`."""
@@ -78,10 +80,6 @@ class FitJob(threading.Thread):
             self.result = fit(self.net, self.samples, FitConfig(), progress=self._progress)
         except BaseException as error:
             self.error = error
-
-    def stop(self) -> None:
-        """Stop at the next progress report and leave the branch unfitted."""
-        self._stop_event.set()
 
     def _progress(self, stage: str, done: int, total: int) -> None:
         if self._stop_event.is_set():

@@ -1,26 +1,66 @@
-"""Layout of the page: its controls, and the handler of each."""
+"""Layout of the page, with the handler of each control, and its server."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from starlette.middleware import Middleware
 
+from sigcam.core.errors import ConfigError
 from sigcam.ui.handlers import PAGE_SIZE, THRESHOLD, Page
-from sigcam.ui.head_shift import weight_std
+from sigcam.ui.security import MAX_UPLOAD_BYTES, Guard
+from sigcam.ui.serve import UiOptions
 from sigcam.ui.sessions import IDLE_SECONDS
 from sigcam.ui.sources import available_methods, class_choices
+from sigcam.ui.viewer import weight_std
 
 EXTENSIONS = [".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"]
 COLOURS = [("evidence for the class", "evidence"), ("signed: for and against, in logits", "signed")]
 SCALES = [("one for all maps", True), ("one for each map", False)]
+GALLERY: Any = {"allow_preview": False, "interactive": False, "object_fit": "cover", "buttons": []}
 SLIDER_EVENT: Any = {"queue": False, "trigger_mode": "always_last", "show_progress": "hidden"}
 SHIFT = (
     "Adds delta times the standard deviation of the head's weights to every weight. Probabilities and "
     "sigmoid maps stay the same; softmax maps change."
 )
 NO_SHIFT = "Not available: needs global average pooling and a linear layer, with two or more classes."
+
+
+def launch(
+    page: Page, options: UiOptions, login: tuple[str, str] | None, announce: Callable[[str], None]
+) -> None:
+    """Start the server and block; gradio serves only its own files and the thumbnails from disk."""
+    blocks = build_page(page)
+    theme = gr.themes.Default(font=("system-ui", "sans-serif"), font_mono=("ui-monospace", "monospace"))
+    try:
+        _, url, shared_url = blocks.launch(
+            server_name=options.host,
+            server_port=options.port,
+            share=options.share,
+            auth=login,
+            inbrowser=options.open,
+            max_file_size=MAX_UPLOAD_BYTES,
+            theme=theme,
+            css_paths=Path(__file__).with_name("ui.css"),
+            ssr_mode=False,
+            enable_monitoring=False,
+            footer_links=[],
+            quiet=True,
+            prevent_thread_lock=True,
+            app_kwargs={"middleware": [Middleware(Guard, local=login is None)]},
+        )
+    except OSError as error:
+        address = f"{options.host}:{options.port} ({error})"
+        raise ConfigError(f"cannot serve on {address}: choose another --port, or free this one.") from error
+    announce(f"the page is at {shared_url or url} (press Ctrl-C to stop)")
+    try:
+        blocks.block_thread()
+    finally:
+        blocks.close(verbose=False)
 
 
 def build_page(page: Page) -> gr.Blocks:
@@ -53,11 +93,8 @@ def _view_tab(page: Page) -> dict[str, Any]:
             file = gr.File(
                 label="Drop an image here", file_types=EXTENSIONS, type="filepath", height=150, elem_id="drop"
             )
-            thumbnails = gr.Gallery(
-                page.thumbnails(), elem_id="gallery",
-                label="Or choose one from the folder" if page.gallery.root else "Or choose an example",
-                columns=4, allow_preview=False, interactive=False, object_fit="cover", buttons=[],
-            )  # fmt: skip
+            label = "Or choose one from the folder" if page.gallery.root else "Or choose an example"
+            thumbnails = gr.Gallery(page.thumbnails(), elem_id="gallery", label=label, columns=4, **GALLERY)
             page_number = gr.Slider(
                 1, max(pages, 2), 1, step=1, label="Page", visible=pages > 1, elem_id="gallery-page"
             )
@@ -106,10 +143,7 @@ def _view_tab(page: Page) -> dict[str, Any]:
 
 def _sort_tab(page: Page, view: dict[str, Any], tabs: gr.Tabs) -> None:
     names, count = list(page.sources), len(page.gallery)
-    gr.Markdown(
-        "Sorts images by how much the Grad-CAM maps of two heads disagree: 0 for equal maps, 1 for maps that "
-        "have nothing in common."
-    )
+    gr.Markdown("Sorts images by how much the Grad-CAM maps of two heads disagree: 0 not at all, 1 entirely.")
     with gr.Row():
         first = gr.Dropdown(names, value=page.default_sources[0], label="First head")
         second = gr.Dropdown(names, value=page.default_sources[-1], label="Second head")
@@ -118,10 +152,7 @@ def _sort_tab(page: Page, view: dict[str, Any], tabs: gr.Tabs) -> None:
         sort = gr.Button("Sort", variant="primary", elem_id="sort")
         stop = gr.Button("Stop", elem_id="stop-sort")
     status = gr.HTML(elem_id="sort-status", label="Progress")
-    ranked = gr.Gallery(
-        label="Largest disagreement first", columns=6, allow_preview=False, interactive=False,
-        object_fit="cover", buttons=[], elem_id="ranked",
-    )  # fmt: skip
+    ranked = gr.Gallery(label="Largest disagreement first", elem_id="ranked", columns=6, **GALLERY)
     sort.click(
         page.sort, [first, second, limit], [status, ranked], show_progress="hidden", concurrency_limit=2
     )
@@ -131,10 +162,7 @@ def _sort_tab(page: Page, view: dict[str, Any], tabs: gr.Tabs) -> None:
 
 
 def _fit_tab(page: Page, view: dict[str, Any]) -> None:
-    gr.Markdown(
-        "Fits a new sigmoid branch on the folder's training images. The model and the other heads stay as "
-        "they are."
-    )
+    gr.Markdown("Fits a new sigmoid branch on the folder's training images. The other heads do not change.")
     with gr.Row():
         fit = gr.Button("Fit", variant="primary", elem_id="fit")
         stop = gr.Button("Stop", elem_id="stop-fit")

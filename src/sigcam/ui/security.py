@@ -32,10 +32,7 @@ def parse_login(host: str, share: bool, auth: str | None) -> tuple[str, str] | N
     if auth is None:
         if share or host not in LOOPBACK:
             option = "--share" if share else f"--host {host}"
-            raise ConfigError(
-                f"{option} makes the page reachable by others, so it needs a login: add --auth "
-                "user:password, or leave it out to serve this machine only."
-            )
+            raise ConfigError(f"{option} lets others in, so it needs a login: add --auth user:password.")
         return None
     user, colon, password = auth.partition(":")
     if not (user and colon and password):

@@ -8,13 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from sigcam.core.errors import ConfigError, MissingExtra
-from sigcam.ui.security import MAX_UPLOAD_BYTES, Guard, parse_login
-
-if TYPE_CHECKING:
-    import gradio as gr
+from sigcam.core.errors import MissingExtra
+from sigcam.ui.security import parse_login
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ def serve(options: UiOptions, announce: Callable[[str], None]) -> None:
     try:
         from sigcam.ui.handlers import Page
         from sigcam.ui.images import open_gallery
-        from sigcam.ui.layout import build_page
+        from sigcam.ui.layout import launch
         from sigcam.ui.sources import open_networks
     except ImportError as error:
         if not (error.name or "").startswith("gradio"):
@@ -76,39 +72,4 @@ def serve(options: UiOptions, announce: Callable[[str], None]) -> None:
         os.environ["GRADIO_TEMP_DIR"] = folder
         first = options.branch if options.branch in ("softmax", "centred") else None
         page = Page(nets, gallery, Path(folder), notice=notice, first=first, training=training)
-        _launch(build_page(page), options, login, announce)
-
-
-def _launch(
-    blocks: gr.Blocks, options: UiOptions, login: tuple[str, str] | None, announce: Callable[[str], None]
-) -> None:
-    """Start the server and block; gradio serves only its own files and the thumbnails from disk."""
-    import gradio as gr
-    from starlette.middleware import Middleware
-
-    theme = gr.themes.Default(font=("system-ui", "sans-serif"), font_mono=("ui-monospace", "monospace"))
-    try:
-        _, url, shared_url = blocks.launch(
-            server_name=options.host,
-            server_port=options.port,
-            share=options.share,
-            auth=login,
-            inbrowser=options.open,
-            max_file_size=MAX_UPLOAD_BYTES,
-            theme=theme,
-            css_paths=Path(__file__).with_name("ui.css"),
-            ssr_mode=False,
-            enable_monitoring=False,
-            footer_links=[],
-            quiet=True,
-            prevent_thread_lock=True,
-            app_kwargs={"middleware": [Middleware(Guard, local=login is None)]},
-        )
-    except OSError as error:
-        address = f"{options.host}:{options.port} ({error})"
-        raise ConfigError(f"cannot serve on {address}: choose another --port, or free this one.") from error
-    announce(f"the page is at {shared_url or url} (press Ctrl-C to stop)")
-    try:
-        blocks.block_thread()
-    finally:
-        blocks.close(verbose=False)
+        launch(page, options, login, announce)

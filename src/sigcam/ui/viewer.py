@@ -6,13 +6,13 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from sigcam.core.errors import ConfigError, DataError
 from sigcam.core.types import GridSize
@@ -26,8 +26,7 @@ from sigcam.methods.registry import METHODS
 from sigcam.methods.targets import at_least_float32, class_logits
 from sigcam.metrics.boxes import boxes_at
 from sigcam.models.preprocess import Preprocess
-from sigcam.network.dual import DualBranch, ForwardPass
-from sigcam.ui.head_shift import probabilities, shift_head, weight_std
+from sigcam.network.dual import DualBranch, ForwardPass, linear_weight
 from sigcam.ui.sources import Source, class_label, same_class
 
 DISPLAY_SIDE = 288  # pixels of the longer side
@@ -101,7 +100,6 @@ class Viewer:
         self.display = image.convert("RGB").resize(size, Image.Resampling.BILINEAR, reducing_gap=3)
         self.display_uri = data_uri(self.display)
         self._passes: dict[DualBranch, ForwardPass] = {}
-        self._weight_stds: dict[DualBranch, float] = {}
         self.panels: list[Panel] = []
         self.colours: Colours = "evidence"
         self.threshold, self.delta = 0.2, 0.0
@@ -134,10 +132,9 @@ class Viewer:
         pairs = [(source, method) for source in request.sources for method in request.methods]
         panels = [panel for pair in pairs for panel in self._panels(*pair, request, 0.0)]
         signed = request.colours == "signed"
-        peaks = [float((p.raw_map.abs() if signed else p.raw_map).max()) for p in panels]
-        for panel, peak in zip(panels, peaks, strict=True):
-            if request.shared_scale:
-                peak = max(m for p, m in zip(panels, peaks, strict=True) if p.unit == panel.unit)
+        for panel in panels:
+            same_scale = [p for p in panels if p.unit == panel.unit] if request.shared_scale else [panel]
+            peak = max(float((p.raw_map.abs() if signed else p.raw_map).max()) for p in same_scale)
             panel.scale_max = peak if 0 < peak < math.inf else 1.0  # nothing is positive: all blank
         self.request, self.panels, self.colours = request, panels, request.colours
         if self.delta:
@@ -152,12 +149,11 @@ class Viewer:
         """
         self.delta = delta
         for source, method in dict.fromkeys((p.source, p.method) for p in self.panels if p.follows_shift):
-            shifted = iter(self._panels(source, method, self.request, self._weight_shift(source.net)))
-            for panel in self.panels:
-                if (panel.source, panel.method) == (source, method):
-                    new = next(shifted)
-                    panel.raw_map, panel.logit = new.raw_map, new.logit
-                    panel.positive_share, panel.note = new.positive_share, new.note
+            shifted = self._panels(source, method, self.request, self._weight_shift(source.net))
+            unshifted = (p for p in self.panels if (p.source, p.method) == (source, method))
+            for panel, new in zip(unshifted, shifted, strict=True):
+                panel.raw_map, panel.logit = new.raw_map, new.logit
+                panel.positive_share, panel.note = new.positive_share, new.note
         self._draw([p for p in self.panels if p.follows_shift or not p.image_uri])
 
     def boxes(self) -> list[RelativeBox | None]:
@@ -225,9 +221,7 @@ class Viewer:
 
     def _weight_shift(self, net: DualBranch) -> float:
         """Return the shift of the network's softmax weights, `delta` in units of their standard deviation."""
-        if self.delta and net not in self._weight_stds:
-            self._weight_stds[net] = weight_std(net) or 0.0
-        return self.delta * self._weight_stds[net] if self.delta else 0.0
+        return self.delta * (weight_std(net) or 0.0) if self.delta else 0.0
 
     def _panels(self, source: Source, method: str, request: Request, weight_shift: float) -> list[Panel]:
         """Return the panels of one source and method, one per requested class that its network knows."""
@@ -294,3 +288,48 @@ def disagreements(first: Source, second: Source, images: Sequence[Image.Image]) 
         ex = explain_pass(source.net, forward_pass, config, classes=known, size=GridSize(56, 56))
         maps.append(ex.maps.detach().cpu())
     return disagreement(*maps).tolist()
+
+
+def weight_std(net: DualBranch) -> float | None:
+    """Return the standard deviation of the softmax head's weights; None if it cannot be shifted."""
+    layer = _softmax_layer(net) if net.classes > 1 else None
+    return None if layer is None else float(layer[0].std())
+
+
+def shift_head(net: DualBranch, forward_pass: ForwardPass, delta: float) -> tuple[DualBranch, ForwardPass]:
+    """Return the network and its pass with `delta` added to all weights of a linear softmax head (Eq. 8)."""
+    layer = _softmax_layer(net)
+    assert layer is not None
+    shifted_layer = nn.Module()
+    shifted_layer.weight, shifted_layer.bias = layer[0] + delta, layer[1]
+    *parents, leaf = net.split.last[0].split(".")
+    root = parent = nn.Module()  # the maps of a linear head need only its last layer
+    for name in parents:
+        parent.add_module(name, nn.Module())
+        parent = parent.get_submodule(name)
+    parent.add_module(leaf, shifted_layer)
+    pooled = at_least_float32(forward_pass.features).mean((2, 3))  # (1, N)
+    logits = forward_pass.softmax_logits.detach() + delta * pooled.sum(1, keepdim=True)
+    return net.with_model(root), replace(forward_pass, softmax_logits=logits)
+
+
+@torch.no_grad()
+def probabilities(net: DualBranch, forward_pass: ForwardPass, delta: float = 0.0) -> Tensor:
+    """Return the softmax probabilities (C,) of the shifted head; (2,) for a single logit.
+
+    The change is computed in float64, so that rounding is not mistaken for an effect of the shift.
+    """
+    logits = forward_pass.softmax_logits.detach().double()
+    if delta and (layer := _softmax_layer(net)) is not None:
+        pooled = forward_pass.features.detach().double().mean((2, 3))  # (1, N)
+        weight = layer[0].double()
+        logits = logits + pooled @ (weight + delta).T - pooled @ weight.T
+    if net.classes == 1:
+        logits = class_logits(logits) / 2  # the softmax of these is the sigmoid
+    return logits.softmax(1)[0]
+
+
+def _softmax_layer(net: DualBranch) -> tuple[Tensor, Tensor] | None:
+    """Return weight (C, N) and bias (C,) of a softmax head that is global average pooling and linear."""
+    layer = linear_weight(net.last_layer("softmax")) if "softmax" in net.linear else None
+    return None if layer is None else (layer[0].detach(), layer[1].detach())
