@@ -115,11 +115,7 @@ class FeatureStore:
 def find_store(
     root: Path, samples: Samples, shape: tuple[int, ...], precision: Precision, facts: dict[str, Any]
 ) -> FeatureStore:
-    """Return the store for these samples, which may not exist yet.
-
-    Args:
-        facts: everything besides the images that the features depend on.
-    """
+    """Return the store, which may not exist yet; `facts` are what features depend on besides the images."""
     facts = {**facts, "shape": list(shape), "precision": precision}
     facts |= {"images": len(samples), "chunk": IMAGES_PER_CHUNK}
     key = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12)

@@ -81,9 +81,7 @@ def train_on_features(
     progress: Progress | None = None,
 ) -> list[float]:
     """Train a module on (n, ...) features with softmax cross-entropy; return the mean loss of each epoch.
-
-    The scheduler is stepped after every batch.
-    """
+    The scheduler is stepped after every batch."""
     device = next(module.parameters()).device
     done, total, losses = 0, epochs * -(-len(features) // batch_size), list[float]()
     with torch.enable_grad():

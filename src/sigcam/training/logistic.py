@@ -85,10 +85,8 @@ class Solution:
 
 
 def find_axes(rows: Rows, *, intercept: bool = True) -> Axes:
-    """Return the mean and the principal axes of the features of all processes, for `solve` at any penalty.
-
-    Without an intercept the mean is zero: the features are not centred.
-    """
+    """Return the mean and the principal axes of the features of all processes, for `solve` at any penalty;
+    without an intercept the features are not centred."""
     width, device = rows.features.shape[1], rows.features.device
     sums = torch.zeros(width + 1, dtype=torch.float64, device=device)
     for at in _row_slices(rows):
