@@ -18,15 +18,19 @@ from sigcam.data.sample import Samples
 from sigcam.drawing.overlay import TRUTH_COLOUR, grid, overlay, with_boxes
 from sigcam.methods.explainer import explain
 from sigcam.metrics.boxes import scaled_boxes
-from sigcam.network.dual import DualBranch
 from sigcam.reports.figures import distortions_figure
 
 
 def draw_figures(plan: Plan, dataset: str, progress: Progress) -> None:
-    """Draw example maps and, if the data set has masks, the maps of a shifted head."""
+    """Draw example maps and, for a linear head and images with masks, the maps of a shifted head."""
     qualitative(plan, dataset, progress)
     if dataset in MASKED_DATASETS:
-        distortions(plan, network(plan, dataset, FitConfig(seed=plan.seed), progress), dataset)
+        net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
+        samples = plan.samples(dataset, "test", 64)
+        usable = tuple(s for s in samples if s.open_mask is not None and s.label is not None)
+        if net.linear and usable:
+            figure = distortions_figure(net, Samples(usable, samples.classes))
+            figure.save(plan.output / "figures" / f"distortions-{dataset}.png")
 
 
 def qualitative(plan: Plan, dataset: str, progress: Progress, rows: int = 6) -> Path:
@@ -52,32 +56,11 @@ def qualitative(plan: Plan, dataset: str, progress: Progress, rows: int = 6) -> 
             ex = explain(net, [image], method, branch=branch, clamp=clamp, zoom=zoom)
             drawn = with_boxes(overlay(image, ex.maps[0]), truth, TRUTH_COLOUR)
             lines[-1].append(with_boxes(drawn, ex.boxes(0.2)[0].tolist()))
-            kind, score = (
-                ("probability", ex.probability) if branch == "softmax" else ("evidence", ex.evidence)
-            )
-            captions[-1].append(f"{ex.name(int(ex.classes[0]))}\n{kind} {float(score[0]):.3f}")
+            kind = "probability" if branch == "softmax" else "evidence"
+            captions[-1].append(f"{ex.name(int(ex.classes[0]))}\n{kind} {float(getattr(ex, kind)[0]):.3f}")
         progress("figures", number + 1, len(samples))
     heads = [name.replace(" (the paper's", "\n(the paper's").replace(", ", ",\n", 1) for name in variants]
-    path = _figure_path(plan, f"maps-{dataset}.png")
+    path = plan.output / "figures" / f"maps-{dataset}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
     grid(lines, columns=("ground truth", *heads), captions=captions).save(path)
     return path
-
-
-def distortions(plan: Plan, net: DualBranch, dataset: str) -> Path | None:
-    """Draw how the softmax head's map of an image changes while its probabilities stay; return the file.
-
-    None if the head is not linear, or no image has both a mask and a label.
-    """
-    samples = plan.samples(dataset, "test", 64)
-    usable = tuple(s for s in samples if s.open_mask is not None and s.label is not None)
-    if not net.linear or not usable:
-        return None
-    path = _figure_path(plan, f"distortions-{dataset}.png")
-    distortions_figure(net, Samples(usable, samples.classes)).save(path)
-    return path
-
-
-def _figure_path(plan: Plan, name: str) -> Path:
-    folder = plan.output / "figures"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / name

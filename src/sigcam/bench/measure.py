@@ -18,7 +18,6 @@ from sigcam.data.sample import Samples, match_classes
 from sigcam.evaluation.checkpoint import evaluation_facts
 from sigcam.evaluation.evaluator import evaluate
 from sigcam.evaluation.result import FIXED, Result
-from sigcam.metrics.base import ImageMetric
 from sigcam.metrics.bootstrap import Interval, paired
 from sigcam.network.dual import DualBranch, linear_weight
 from sigcam.training.features import extract
@@ -73,17 +72,9 @@ def table_rows(result: Result, dataset: str, zoom: float) -> list[BenchRow]:
     variants = list(dict.fromkeys(key[:3] for key in result.metrics if key[0] is not None))
     for variant in variants:
         method, branch, clamp = variant
-        row: BenchRow = {
-            "dataset": dataset,
-            "method": method,
-            "branch": branch,
-            "clamp": clamp,
-            "zoom": zoom,
-            **{name: result.about[name] for name in ("images", "data_fingerprint", "model_fingerprint")},
-            "intervals": {},
-            "delta": {},
-            "beside": {},
-        }
+        row: BenchRow = {"dataset": dataset, "method": method, "branch": branch, "clamp": clamp, "zoom": zoom}
+        row |= {name: result.about[name] for name in ("images", "data_fingerprint", "model_fingerprint")}
+        row |= {"intervals": {}, "delta": {}, "beside": {}}
         for number in result.rows:
             source = (number["method"], number["branch"], number["clamp"])
             if source not in (variant, (None, None, None)) or number["threshold_from"] == "transferred":
@@ -93,20 +84,16 @@ def table_rows(result: Result, dataset: str, zoom: float) -> list[BenchRow]:
             if number["low"] is not None:
                 row["intervals"][name] = [number["low"], number["high"]]
         for key, metric in result.metrics.items():
-            if key[:3] == variant:
-                for name, base in (("delta", BASELINE), ("beside", CONTROL)):
-                    control = result.metrics.get(key._replace(branch=base[0], clamp=base[1]))
-                    if control is not None and (branch, clamp) != base and (name == "delta" or clamp):
-                        row[name] |= _difference(metric, control, key.label)
+            for name, base in (("delta", BASELINE), ("beside", CONTROL)):
+                control = result.metrics.get(key._replace(branch=base[0], clamp=base[1]))
+                applies = key[:3] == variant and (branch, clamp) != base and (clamp or name == "delta")
+                if applies and control is not None:
+                    intervals = paired(metric, control)
+                    interval = intervals if isinstance(intervals, Interval) else intervals.get(key.label)
+                    if interval is not None:
+                        row[name][key.label] = [interval.value, interval.low, interval.high]
         rows.append(row)
     return rows
-
-
-def _difference(metric: ImageMetric, base: ImageMetric, name: str) -> dict[str, list[float]]:
-    """Return {name: [difference on the same images, low, high]}; empty if the metric has no such number."""
-    intervals = paired(metric, base)
-    interval = intervals if isinstance(intervals, Interval) else intervals.get(name)
-    return {} if interval is None else {name: [interval.value, interval.low, interval.high]}
 
 
 def _column_name(number: BenchRow) -> str:
@@ -114,9 +101,6 @@ def _column_name(number: BenchRow) -> str:
     fixed = f"_at_{number['threshold'] or FIXED:g}" if number["threshold_from"] == "fixed" else ""
     scorer = f":{number['scorer']}" if number["scorer"] not in (None, "softmax") else ""
     return f"{number['metric']}{fixed}{scorer}"
-
-
-# ------------------------------------------------------------------------------------ beyond `evaluate`
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sigcam.bench.networks import network
-from sigcam.bench.paper import OVERHEAD_METRICS, published_overhead
+from sigcam.bench.paper import published_overhead
 from sigcam.bench.plan import Plan
 from sigcam.bench.registry import FINE_DATASETS
 from sigcam.bench.render import OVERHEAD_REPEATS, write_result
@@ -54,10 +54,7 @@ def overhead(plan: Plan, progress: Progress) -> dict[str, Any]:
         },
         "ms_per_image": {name: 1000 * median(times) / len(images) for name, times in seconds.items()},
         "training": _training_seconds(plan, dataset, progress),
-        "published": {
-            backbone: dict(zip(OVERHEAD_METRICS, pairs, strict=True))
-            for backbone, pairs in published_overhead().items()
-        },
+        "published": published_overhead(),
     }
     write_result(plan, content)
     return content

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -22,13 +21,11 @@ class PublishedNumber(NamedTuple):
     value: float
 
 
-def _read_published() -> Iterator[PublishedNumber]:
-    lines = files("sigcam.bench").joinpath("published.csv").read_text().splitlines()
-    for cell in csv.DictReader(lines):
-        yield PublishedNumber(**{**cell, "value": float(cell["value"])})  # type: ignore[arg-type]
-
-
-PUBLISHED = tuple(_read_published())
+_CSV = files("sigcam.bench").joinpath("published.csv").read_text().splitlines()
+PUBLISHED = tuple(
+    PublishedNumber(**{**cell, "value": float(cell["value"])})  # type: ignore[arg-type]
+    for cell in csv.DictReader(_CSV)
+)
 _VALUES: dict[tuple[str | None, ...], float] = {number[:-1]: number.value for number in PUBLISHED}
 
 # Rows of our tables: branch, clamped. The paper prints the first and the last; the others are controls.
@@ -44,7 +41,6 @@ PAPER_METHODS = ("cam", "grad-cam", "grad-cam++", "xgrad-cam", "layer-cam")  # T
 FIDELITY = ("average_drop", "increase_in_confidence", "mean_map")
 FIRST_BOX = ("gt_known_loc_first", "top1_loc_first")  # the paper's count for images with several boxes
 PAPER_BACKBONES = {"vgg16": "VGG-16", "resnet50": "ResNet-50", "inception_v3": "InceptionV3"}
-OVERHEAD_METRICS = ("hours", "ms per image", "million parameters")
 
 
 def row_name(row: BenchRow) -> str:
@@ -89,15 +85,10 @@ def _paper_backbone(row: BenchRow) -> str | None:
     return PAPER_BACKBONES.get(plain) if scheme == "wsol" and matches else None
 
 
-def published_overhead() -> dict[str, list[tuple[float, float]]]:
-    """Return the paper's (without, with the branch) pairs of each OVERHEAD_METRICS by backbone."""
-    return {
-        backbone: [
-            (
-                _VALUES["overhead", backbone, "", "without branch", "", metric],
-                _VALUES["overhead", backbone, "", "with branch", "", metric],
-            )
-            for metric in OVERHEAD_METRICS
-        ]
-        for backbone in PAPER_BACKBONES.values()
-    }
+def published_overhead() -> dict[str, dict[str, list[float]]]:
+    """Return the paper's [without, with the branch] pairs by backbone and metric."""
+    pairs = dict[str, dict[str, list[float]]]()
+    for number in PUBLISHED:
+        if number.table == "overhead":  # each number without the branch is followed by the one with it
+            pairs.setdefault(number.backbone, {}).setdefault(number.metric, []).append(number.value)
+    return pairs

@@ -24,29 +24,17 @@ ABLATION_IMAGES = 500  # test images for ablations and for other classifiers tha
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of a benchmark.
+    """Settings of a benchmark. A number of images is drawn with the seed; None stands for all."""
 
-    Args:
-        data: folder with the data sets, each under its name: cub, cars, ilsvrc, openimages, pets.
-        output: folder for tables, figures and unfinished work.
-        fidelity_images: number of test images for confidence metrics, drawn with the seed; None for all.
-        localization_images: number of test images for boxes and masks; None for all.
-        zoom: enlargement of the images in the zoomed rows; 1 leaves these rows out.
-        classifiers: folder with DATASET/classifier.safetensors files, trained beforehand.
-        classifier_recipe: how a classifier is trained on a data set that has none: "probe" trains the last
-            layer, "stages" the last stages too.
-        train_images: number of training images for classifiers and branches; None for all.
-    """
-
-    data: Path
-    output: Path
-    fidelity_images: int | None = 300
-    localization_images: int | None = None
-    zoom: float = 2.0
+    data: Path  # folder with the data sets, each under its name: cub, cars, ilsvrc, openimages, pets
+    output: Path  # folder for tables, figures and unfinished work
+    fidelity_images: int | None = 300  # test images for confidence metrics
+    localization_images: int | None = None  # test images for boxes and masks
+    zoom: float = 2.0  # enlargement of the images in the zoomed rows; 1 leaves these rows out
     backbone: str = "embedded"
-    classifiers: Path | None = None
-    classifier_recipe: Literal["probe", "stages"] = "probe"
-    train_images: int | None = None
+    classifiers: Path | None = None  # folder with DATASET/classifier.safetensors files, trained beforehand
+    classifier_recipe: Literal["probe", "stages"] = "probe"  # to train the last layer, or the last stages too
+    train_images: int | None = None  # training images for classifiers and branches
     device: str = "cpu"
     batch_size: int = 16
     workers: int = 0
@@ -68,8 +56,7 @@ class Plan:
         """Return training samples; DataError if some of them are test images too."""
         train, folder = self.samples(dataset, "train", count), self.data / dataset
         message = (
-            f"are in both splits of {folder}: metrics on training images are meaningless. "
-            "`sigcam inspect` shows the splits."
+            f"are in both splits of {folder}: metrics are meaningless. `sigcam inspect` shows the splits."
         )
         check_disjoint(train, self.samples(dataset, "test", None), message)
         return train
@@ -119,9 +106,8 @@ class Plan:
         """Return the data sets that the data folder contains; DataError if there are none."""
         found = [name for name in datasets if self.has(name)]
         if not found:
-            raise DataError(
-                f"{self.data} holds none of {', '.join(datasets)}: put a data set there under its name."
-            )
+            names = ", ".join(datasets)
+            raise DataError(f"{self.data} holds none of {names}: put a data set there under its name.")
         return found
 
     def provenance(self) -> dict[str, Any]:
@@ -141,7 +127,5 @@ def _without_fitted(samples: Samples, folder: Path) -> Samples:
     fitted = {Path(name).stem for name in json.loads(SHIPPED.with_suffix(".json").read_text())["ids"]}
     others = tuple(sample for sample in samples if Path(sample.id).stem not in fitted)
     if not others:
-        raise DataError(
-            f"the branch that comes with sigcam was fitted on all {len(samples)} images of {folder}."
-        )
+        raise DataError(f"the shipped branch was fitted on all {len(samples)} images of {folder}.")
     return Samples(others, samples.classes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from sigcam.bench.paper import BenchRow
+from sigcam.bench.paper import FIDELITY, BenchRow
 from sigcam.core.types import Progress
 
 if TYPE_CHECKING:
@@ -17,10 +17,7 @@ FINE_DATASETS = ("cub", "cars")  # fine-grained classes, in order of preference
 MASKED_DATASETS = ("openimages", "pets")  # scored by masks, the others by boxes
 DATASETS = (*FINE_DATASETS, "ilsvrc", *MASKED_DATASETS)
 
-_FIDELITY_COLUMNS = (
-    *("average_drop", "increase_in_confidence", "mean_map"),
-    *("average_drop:branch", "increase_in_confidence:branch"),
-)
+_FIDELITY_COLUMNS = (*FIDELITY, "average_drop:branch", "increase_in_confidence:branch")
 _BOX_COLUMNS = ("max_box_acc_v2", "gt_known_loc", "gt_known_loc_first", "top1_loc", "top1_loc_first")
 _LOCALIZATION_COLUMNS = (*_BOX_COLUMNS, "pxap", "top1_cls")
 _FIDELITY_NOTE = (
@@ -37,27 +34,16 @@ _LOCALIZATION_NOTE = (
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A table of the benchmark.
-
-    Args:
-        title: heading of the table.
-        summary: what the table compares, for help texts and the documentation.
-        make: function (plan, progress) that returns the rows, or its "module:name", imported when needed.
-        datasets: the data sets to measure on; at least one must be available.
-        columns: metrics, in order; a column that no row has is left out.
-        note: what readers must know about the numbers.
-        in_all: whether `sigcam bench all` makes the table.
-        own_classifier: whether the table chooses the classifier itself, so that --model does not apply.
-    """
+    """A table of the benchmark: its rows, their columns, and the texts around them."""
 
     title: str
-    summary: str
-    make: Callable[[Plan, Progress], list[BenchRow]] | str
-    datasets: tuple[str, ...]
-    columns: tuple[str, ...]
-    note: str = _LOCALIZATION_NOTE
-    in_all: bool = True
-    own_classifier: bool = False
+    summary: str  # what the table compares, for help texts and the documentation
+    make: Callable[[Plan, Progress], list[BenchRow]] | str  # returns the rows; or its "module:name"
+    datasets: tuple[str, ...]  # to measure on; at least one must be available
+    columns: tuple[str, ...]  # metrics, in order; a column that no row has is left out
+    note: str = _LOCALIZATION_NOTE  # what readers must know about the numbers
+    in_all: bool = True  # whether `sigcam bench all` makes the table
+    own_classifier: bool = False  # whether the table chooses the classifier itself, so --model does not apply
 
     def rows(self, plan: Plan, progress: Progress) -> list[BenchRow]:
         """Measure the rows of the table."""

@@ -11,13 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from sigcam.bench.paper import (
-    OVERHEAD_METRICS,
-    BenchRow,
-    published_overhead,
-    published_value,
-    row_name,
-)
+from sigcam.bench.paper import BenchRow, published_overhead, published_value, row_name
 from sigcam.bench.plan import Plan
 from sigcam.bench.registry import TABLES
 from sigcam.core.files import write_text_atomic
@@ -97,13 +91,9 @@ def html(results: Sequence[dict[str, Any]], figures: Sequence[Path]) -> str:
     """Return all results and figures as one self-contained page."""
     sections = [_section(content) for content in results]
     if figures:
-        images = [
-            Figure(Shot(data_uri(Image.open(path)), f"{path.stem}: maps side by side")) for path in figures
-        ]
-        legend = (
-            "CAM maps of the predicted class, named below; boxes at 0.2 of the peak green, ground truth red."
-        )
-        sections.append(Section("Figures", images, intro=legend))
+        shots = [Shot(data_uri(Image.open(path)), f"{path.stem}: maps side by side") for path in figures]
+        legend = "CAM maps of the predicted class (below); boxes at 0.2 of the peak green, ground truth red."
+        sections.append(Section("Figures", [Figure(shot) for shot in shots], intro=legend))
     lead = "The paper's tables on these data, with controls and intervals."
     return render_page("sigcam bench", sections, lead=lead)
 
@@ -112,13 +102,13 @@ def _section(content: dict[str, Any]) -> Section:
     """Return the section of a result, which both Markdown and HTML are made from."""
     command = f"{content['command']}, {content['date']}"
     if content["table"] == "overhead":
-        title, foot = "Overhead of the branch", _overhead_foot(content)
-        return Section(title, _overhead_tables(content), foot=foot, command=command)
+        foot = (
+            f"{content['backbone']} on {content['dataset']}, batches of 8, {content['threads']} threads, "
+            f"medians of {OVERHEAD_REPEATS}, in turns."
+        )
+        return Section("Overhead of the branch", _overhead_tables(content), foot=foot, command=command)
     title = TABLES[content["table"]].title
     return Section(title, _report_tables(content), foot=content["foot"], command=command)
-
-
-# ------------------------------------------------------------------------------------------------- tables
 
 
 def _report_tables(content: dict[str, Any]) -> list[ReportTable]:
@@ -143,13 +133,13 @@ def _cell(row: BenchRow, column: str) -> Number | None:
         return None
     low, high = row["intervals"].get(column, (None, None))
     delta, beside = row["delta"].get(column), row.get("beside", {}).get(column)
+    difference = None if delta is None else (delta[0], delta[1], delta[2])
     notes = list[str]()
     if beside is not None:
         text = "{:+.2f} ({:+.1f} to {:+.1f}) beside clamped softmax".format(*beside)
         notes.append(f"{text} {VERDICTS[verdict(row, column, 'beside')]}".rstrip())
     if (paper := row["published"].get(column)) is not None:
         notes.append(f"paper {paper:.2f}")
-    difference = None if delta is None else (delta[0], delta[1], delta[2])
     return Number(row[column], low, high, difference, verdict(row, column), "; ".join(notes))
 
 
@@ -168,41 +158,24 @@ def _cell_text(cell: Number | str | None) -> str:
 
 def _table_foot(table: str, rows: Sequence[BenchRow]) -> str:
     """Return the notes below a table."""
-    counts = ", ".join(
-        dict.fromkeys(
-            f"{row['dataset']}: {row['images']}{' for confidence' if 'average_drop' in row else ''}"
-            for row in rows
-        )
-    )
-    networks = ", ".join(dict.fromkeys(f"{row['backbone']}, {row['classifier']}" for row in rows))
+    purpose = {True: " for confidence", False: ""}
+    counts = (f"{row['dataset']}: {row['images']}{purpose['average_drop' in row]}" for row in rows)
+    networks = (f"{row['backbone']}, {row['classifier']}" for row in rows)
+    images, classifiers = (", ".join(dict.fromkeys(texts)) for texts in (counts, networks))
     return (
-        f"Images: {counts}. Classifier: {networks}. In percent, with 95 % bootstrap intervals, and with the "
+        f"Images: {images}. Classifier: {classifiers}. In percent, with 95 % bootstrap intervals, and the "
         "difference from the softmax head's signed maps on the same images and its paired interval, marked "
         "where that excludes zero. Clamped maps of the other heads have the difference from the softmax "
         f"head's clamped maps too. {TABLES[table].note}"
     )
 
 
-# ----------------------------------------------------------------------------------------------- overhead
-
-
 def _overhead_tables(content: dict[str, Any]) -> list[ReportTable]:
     """Return our measurements, and the paper's numbers."""
-    ours = [(f"parameters, {name}", f"{count:,}") for name, count in content["parameters"].items()]
-    ours += [(f"ms per image, {name}", f"{value:.2f}") for name, value in content["ms_per_image"].items()]
-    ours += [(f"training, {name}", f"{value:.4g}") for name, value in content["training"].items()]
-    paper = {
-        backbone: [f"{without:g} / {with_branch:g}" for without, with_branch in pairs]
-        for backbone, pairs in published_overhead().items()
-    }
-    return [
-        ReportTable(("what", "number"), [(name, [text]) for name, text in ours]),
-        ReportTable(("the paper's, without / with the branch", *OVERHEAD_METRICS), list(paper.items())),
-    ]
-
-
-def _overhead_foot(content: dict[str, Any]) -> str:
-    return (
-        f"{content['backbone']} on {content['dataset']}, batches of 8, {content['threads']} threads, medians "
-        f"of {OVERHEAD_REPEATS}, in turns."
-    )
+    ours = [(f"parameters, {name}", [f"{count:,}"]) for name, count in content["parameters"].items()]
+    ours += [(f"ms per image, {name}", [f"{value:.2f}"]) for name, value in content["ms_per_image"].items()]
+    ours += [(f"training, {name}", [f"{value:.4g}"]) for name, value in content["training"].items()]
+    paper = published_overhead()
+    header = ("the paper's, without / with the branch", *paper["VGG-16"])
+    rows = [(name, [f"{a:g} / {b:g}" for a, b in pairs.values()]) for name, pairs in paper.items()]
+    return [ReportTable(("what", "number"), ours), ReportTable(header, rows)]

@@ -50,10 +50,8 @@ def run_bench(
     require_report_extra()
     if not plan.data.is_dir():
         raise ConfigError(f"{plan.data} does not exist: give the folder that holds {', '.join(DATASETS)}.")
-    if target in TABLES:
-        plan.available(TABLES[target].datasets)
-    else:
-        plan.available(FINE_DATASETS if target == "overhead" else DATASETS)
+    others = FINE_DATASETS if target == "overhead" else DATASETS
+    plan.available(TABLES[target].datasets if target in TABLES else others)
     if threads:
         torch.set_num_threads(threads)
     failed = list[str]()

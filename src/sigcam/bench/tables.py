@@ -25,22 +25,16 @@ OTHER_FIDELITY_IMAGES = 100  # test images for the confidence metrics of other c
 
 def table1(plan: Plan, progress: Progress) -> list[BenchRow]:
     """Average drop and increase in confidence on fine-grained data: five methods, two scorers."""
-    rows = list[BenchRow]()
-    for dataset in plan.available(FINE_DATASETS):
-        net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
-        rows += fidelity_rows(plan, net, dataset, progress)
-    return rows
+    datasets = plan.available(FINE_DATASETS)
+    return [row for dataset in datasets for row in fidelity_rows(plan, dataset, progress)]
 
 
 def table2(plan: Plan, progress: Progress) -> list[BenchRow]:
     """Localisation by boxes and by pixels, at the network's own size and enlarged."""
-    rows, datasets = list[BenchRow](), plan.available(DATASETS)
+    datasets = plan.available(DATASETS)
     for dataset in datasets:
         _check_annotations(plan, dataset)
-    for dataset in datasets:
-        net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
-        rows += localization_rows(plan, net, dataset, progress)
-    return rows
+    return [row for dataset in datasets for row in localization_rows(plan, dataset, progress)]
 
 
 def nwc(plan: Plan, progress: Progress) -> list[BenchRow]:
@@ -111,27 +105,25 @@ def other_classifier(plan: Plan, datasets: Sequence[str], progress: Progress) ->
     plan = replace(plan, localization_images=plan.ablation_images, fidelity_images=few, zoom=1.0)
     rows = list[BenchRow]()
     for dataset in datasets:
-        net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
         if dataset in FINE_DATASETS:
-            rows += fidelity_rows(plan, net, dataset, progress)
-        rows += localization_rows(plan, net, dataset, progress)
+            rows += fidelity_rows(plan, dataset, progress)
+        rows += localization_rows(plan, dataset, progress)
     return rows
 
 
-def fidelity_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progress) -> list[BenchRow]:
+def fidelity_rows(plan: Plan, dataset: str, progress: Progress) -> list[BenchRow]:
     """How much confidence masked images keep."""
-    settings = MAP_VARIANTS | {
-        "methods": methods_for(net),
-        "metrics": FIDELITY,
-        "scorers": ("softmax", "branch"),
-    }
+    net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
+    settings = MAP_VARIANTS | {"methods": methods_for(net), "metrics": FIDELITY}
+    settings |= {"scorers": ("softmax", "branch")}
     samples = plan.samples(dataset, "test", plan.fidelity_images)
     name = f"confidence-{plan.slug}-{dataset}"
     return evaluate_rows(plan, name, net, dataset, samples, progress, **settings)
 
 
-def localization_rows(plan: Plan, net: DualBranch, dataset: str, progress: Progress) -> list[BenchRow]:
+def localization_rows(plan: Plan, dataset: str, progress: Progress) -> list[BenchRow]:
     """How well maps locate objects, and the head's logit shift."""
+    net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
     rows, shift = list[BenchRow](), logit_shift(net)
     samples = plan.samples(dataset, "test", plan.localization_images)
     for zoom in dict.fromkeys((1.0, plan.zoom)):

