@@ -1,13 +1,13 @@
-"""Maps of a batch by every method: sigcam, its peers and the plain forward pass, side by side in one run.
+"""Time maps of a batch by every method: sigcam, other libraries and the plain forward pass in one run.
 
     make bench                                   # everything, about 20 minutes on two cores
-    .venv/bin/python benchmarks/maps.py resnet50 # one model, the others' results stay
+    .venv/bin/python benchmarks/maps.py resnet50 # one model; results of the others are kept
 
-Repeats are interleaved in random order, so that a busy moment of the machine falls on all alike; medians and
-ratios to the same model's plain forward pass under `inference_mode` count. What has a budget is
-timed in turns with the plain pass alone. Peak memory is what a call adds
-to the process at most (Linux only). Methods that perturb the image or its features take minutes with peers:
-those are timed on 64 channels and multiplied.
+Repeats are interleaved in random order, so that a busy machine slows all of them alike. Results are medians,
+and ratios to the same model's plain forward pass under `inference_mode`. Calls with a budget are timed in
+turns with the plain pass alone. Peak memory is the most that a call adds to the process (Linux only). Methods
+that perturb the image or its features take minutes in other libraries: those are timed on 64 channels, and
+the time is multiplied.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from sigcam.network.dual import DualBranch
 Call = Callable[[], object]
 Row = dict[str, Any]
 
-REPEATS, PAIRS = 2, 9  # of every method; of Grad-CAM at batch 8, which has budgets
+REPEATS, PAIRS = 2, 9  # of every method; of calls with a budget
 SOME_CHANNELS = 64
 OURS = ("grad-cam", "grad-cam++", "xgrad-cam", "layer-cam", "hires-cam", "eigen-cam", "eigengrad-cam")
 GRAD_CAM = "grad-cam"
-PEER = {
+GRAD_CAM_NAMES = {
     "grad-cam": "GradCAM",
     "grad-cam++": "GradCAMPlusPlus",
     "xgrad-cam": "XGradCAM",
@@ -61,7 +61,7 @@ PEER = {
     "eigen-cam": "EigenCAM",
     "eigengrad-cam": "EigenGradCAM",
 }
-TORCHCAM = {
+TORCHCAM_NAMES = {
     "grad-cam": "GradCAM",
     "grad-cam++": "GradCAMpp",
     "xgrad-cam": "XGradCAM",
@@ -70,11 +70,11 @@ TORCHCAM = {
 
 
 def vit_grid(tokens: Tensor) -> Tensor:
-    """What pytorch-grad-cam must be told about a ViT at 224 pixels."""
+    """Arrange the tokens of a ViT at 224 pixels as (B, N, 14, 14), for pytorch-grad-cam."""
     return tokens[:, 1:].transpose(1, 2).reshape(len(tokens), -1, 14, 14)
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {  # how it is made, and its layer for the peers
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {  # builder, and the layer for other libraries
     "resnet50": (lambda: torchvision.models.resnet50(weights=None), "layer4"),
     "vgg16": (lambda: torchvision.models.vgg16(weights=None), "features.29"),
     "efficientnet_lite0": (lambda: timm.create_model("tf_efficientnet_lite0"), "bn2"),
@@ -86,7 +86,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {  # how it is made, an
 
 
 class Bench:
-    """One model, with a copy for each library, so that nobody's hooks slow another down."""
+    """One model, with a copy for each library, so that the hooks of one do not slow another down."""
 
     def __init__(self, name: str) -> None:
         torch.manual_seed(0)
@@ -94,7 +94,7 @@ class Bench:
         self.name, self.layer, self.model = name, layer, make().eval()
         self.peer, self.torchcam, self.captum = (copy.deepcopy(self.model) for _ in range(3))
         self.net, self.fast = sigcam.attach(self.model), sigcam.attach(self.model, optimize=True)
-        self.net.fitted = self.fast.fitted = True  # a map takes as long from a branch that is not
+        self.net.fitted = self.fast.fitted = True  # an unfitted branch takes the same time
         self.is_vit = name.startswith("vit")
 
     def plain(self, images: Tensor) -> object:
@@ -124,43 +124,43 @@ class Bench:
         return nn.functional.interpolate(maps, images.shape[-2:], mode="bilinear")
 
     def calls(self, images: Tensor) -> dict[tuple[str, str], Call]:
-        """What is timed, by (method, who)."""
-        found: dict[tuple[str, str], Call] = {("forward", "plain"): lambda: self.plain(images)}
+        """Return the calls to time by (method, library)."""
+        calls: dict[tuple[str, str], Call] = {("forward", "plain"): lambda: self.plain(images)}
 
         def add(method: str, who: str, function: Callable[..., object], *args: Any, **options: Any) -> None:
-            found[method, who] = lambda: function(*args, **options)
+            calls[method, who] = lambda: function(*args, **options)
 
         for method in OURS:
             add(method, "sigcam", self.ours, self.net, images, method)
-            add(method, "pytorch-grad-cam", self.with_peer, images, PEER[method])
+            add(method, "pytorch-grad-cam", self.with_peer, images, GRAD_CAM_NAMES[method])
         add(GRAD_CAM, "sigcam, softmax branch", self.ours, self.net, images, GRAD_CAM, branch="softmax")
         add(GRAD_CAM, "sigcam, optimize=True", self.ours, self.fast, images, GRAD_CAM)
         if self.net.linear:
             add("cam", "sigcam", self.ours, self.net, images, "cam")
             add("all classes", "sigcam", self.ours, self.net, images, GRAD_CAM, classes="all")
         if not self.is_vit:  # both take (B, N, P, Q) layers only
-            for method, kind in TORCHCAM.items():
+            for method, kind in TORCHCAM_NAMES.items():
                 add(method, "torch-cam", self.with_torchcam, images, kind)
             add(GRAD_CAM, "captum", self.with_captum, images)
-        return found
+        return calls
 
 
 # -------------------------------------------------------------------------------------------- measuring
 
 
 def seconds_of(call: Call) -> float:
-    """How long one call takes."""
-    began = time.perf_counter()
+    """Return the seconds that one call takes."""
+    start = time.perf_counter()
     call()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def peak_of(call: Call) -> float | None:
-    """Megabytes that the call adds to the process at most; None where the system does not tell."""
+    """Return the most megabytes that the call adds to the process; None where the system does not tell."""
     gc.collect()
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = _status("VmRSS")
         call()
         return (_status("VmHWM") - before) / 1024
@@ -174,12 +174,12 @@ def _status(field: str) -> int:
 
 
 def measure(bench: Bench, batch: int) -> list[Row]:
-    """A row for each method and library."""
+    """Return a row for each method and library."""
     images = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(1))
     calls, order = bench.calls(images), random.Random(0)
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
     plain, paired = ("forward", "plain"), dict[tuple[str, str], float]()
-    # What has a budget: in turns with the plain pass alone, before others fill the memory.
+    # Calls with a budget: in turns with the plain pass alone, before others fill the memory.
     for key in sorted(calls, key=lambda key: key[1] == "pytorch-grad-cam"):
         if key[0] in (GRAD_CAM, "all classes"):
             calls[key](), calls[plain]()
@@ -210,7 +210,7 @@ def measure(bench: Bench, batch: int) -> list[Row]:
 
 
 def measure_perturbation(bench: Bench) -> list[Row]:
-    """Ablation-CAM and Score-CAM of one image: sigcam on all channels, the peer on 64, multiplied."""
+    """Time Ablation-CAM and Score-CAM of one image: pytorch-grad-cam on 64 channels, multiplied."""
     image = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(1))
     channels = bench.net(image).features.shape[1]
     plain = statistics.median(seconds_of(lambda: bench.plain(image)) for _ in range(9))
@@ -232,15 +232,15 @@ def measure_perturbation(bench: Bench) -> list[Row]:
         add(
             "score-cam",
             "pytorch-grad-cam",
-            factor * seconds_of(lambda: some_scores(bench, image)),
+            factor * seconds_of(lambda: score_cam_of_some(bench, image)),
             None,
             note,
         )
     return rows
 
 
-def some_scores(bench: Bench, image: Tensor) -> object:
-    """pytorch-grad-cam's Score-CAM on the first channels alone."""
+def score_cam_of_some(bench: Bench, image: Tensor) -> object:
+    """Run pytorch-grad-cam's Score-CAM on the first channels only."""
     layer = bench.peer.get_submodule(bench.layer)
     with pytorch_grad_cam.ScoreCAM(bench.peer, [layer]) as cam, torch.no_grad():
         bench.peer(image)
@@ -254,7 +254,7 @@ def some_scores(bench: Bench, image: Tensor) -> object:
 
 # ------------------------------------------------------------------------------------------- reporting
 
-# model, batch, method, who, against whom, at most
+# model, batch, method, library, library to compare with, largest ratio of their times
 BUDGETS = [
     ("resnet50", 8, GRAD_CAM, "sigcam", "plain", 1.03),
     ("resnet50", 8, GRAD_CAM, "sigcam, softmax branch", "plain", 1.03),
@@ -270,21 +270,21 @@ BUDGETS = [
 ]
 
 
-def judged(rows: list[Row]) -> list[Row]:
-    """Each budget with what was measured, for the models that were run."""
-    found = {(r["model"], r["batch"], r["method"], r["who"]): r["ms_per_image"] for r in rows}
+def check_budgets(rows: list[Row]) -> list[Row]:
+    """Return each budget with the measured ratio, for the models that were run."""
+    milliseconds = {(r["model"], r["batch"], r["method"], r["who"]): r["ms_per_image"] for r in rows}
     verdicts = []
-    for model, batch, method, who, rival, most in BUDGETS:
+    for model, batch, method, who, rival, limit in BUDGETS:
         against = (model, batch, "forward", "plain") if rival == "plain" else (model, batch, method, rival)
-        if (model, batch, method, who) in found:
-            ratio = found[model, batch, method, who] / found[against]
+        if (model, batch, method, who) in milliseconds:
+            ratio = milliseconds[model, batch, method, who] / milliseconds[against]
             what = f"{model}, batch {batch}, {method}: {who} / {rival}"
-            verdicts.append({"what": what, "ratio": ratio, "budget": most, "kept": ratio <= most})
+            verdicts.append({"what": what, "ratio": ratio, "budget": limit, "kept": ratio <= limit})
     return verdicts
 
 
 def show(rows: list[Row], verdicts: list[Row], console: Console) -> None:
-    """Prints what was measured."""
+    """Print the measurements and the budgets."""
     table = Table("model", "batch", "method", "who", "ms / image", "x forward", "peak MB")
     for r in rows:
         peak = "-" if r["peak_mb"] is None else f"{r['peak_mb']:.0f}"
@@ -298,30 +298,32 @@ def show(rows: list[Row], verdicts: list[Row], console: Console) -> None:
 
 
 def main(names: list[str]) -> None:
-    """Measures the models named, or all; prints tables and writes results/maps.json, in which models that
-    were not named stay as they were measured before."""
+    """Measure the models named, or all; print tables and write results/maps.json.
+
+    Models that are not named keep their earlier results.
+    """
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)  # untrained networks have blank maps
     path = Path(__file__).parent / "results" / "maps.json"
-    console, rows, began = Console(width=120), list[Row](), time.monotonic()
+    console, rows, start = Console(width=120), list[Row](), time.monotonic()
     for name in names or MODELS:
-        bench, found = Bench(name), list[Row]()
+        bench, model_rows = Bench(name), list[Row]()
         for batch in (8, 1):
-            found += measure(bench, batch)
+            model_rows += measure(bench, batch)
         if name in ("resnet50", "efficientnet_lite0"):
-            found += measure_perturbation(bench)
-        rows += [row | {"date": datetime.now(UTC).date().isoformat()} for row in found]
-        console.print(f"{name}: done after {(time.monotonic() - began) / 60:.1f} minutes")
+            model_rows += measure_perturbation(bench)
+        rows += [row | {"date": datetime.now(UTC).date().isoformat()} for row in model_rows]
+        console.print(f"{name}: done after {(time.monotonic() - start) / 60:.1f} minutes")
     if names:
-        kept = [row for row in json.loads(path.read_text())["rows"] if row["model"] not in names]
-        rows = sorted([*rows, *kept], key=lambda row: [*MODELS].index(row["model"]))
-    verdicts = judged(rows)
+        other_rows = [row for row in json.loads(path.read_text())["rows"] if row["model"] not in names]
+        rows = sorted([*rows, *other_rows], key=lambda row: [*MODELS].index(row["model"]))
+    verdicts = check_budgets(rows)
     show(rows, verdicts, console)
     packages = ("torch", "torchvision", "timm", "grad-cam", "torchcam", "captum")
     result = {
         "command": "make bench",
         "date": datetime.now(UTC).date().isoformat(),
-        "minutes": round((time.monotonic() - began) / 60, 1),
+        "minutes": round((time.monotonic() - start) / 60, 1),
         "threads": torch.get_num_threads(),
         "machine": platform.machine(),
         "repeats": {"grad-cam, batch 8": PAIRS, "others": REPEATS, "perturbation": 1},

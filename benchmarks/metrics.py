@@ -1,13 +1,13 @@
-"""Boxes and their IoUs at all 1001 thresholds: the sweep and the usual OpenCV loop, side by side in one run.
+"""Time boxes and their IoUs at all 1001 thresholds: our sweep against the usual OpenCV loop, in one run.
 
     make bench                                # with the other benchmarks
     .venv/bin/python benchmarks/metrics.py    # this one, about two minutes
 
-The loop is what evaluators do: 1001 times cv2.threshold, cv2.findContours and a bounding box per contour,
-then one matrix of IoUs. Both get the same float32 maps of 224 x 224 pixels and boxes on one core each, in
-turns, and must agree to the last bit; medians count. Maps are `real` (CAMs of photographs in $SIGCAM_DATA/cub
-by the embedded network, or of drawn birds where there are none), `rings` (many holes) and `noise` (the worst
-case: thousands of contours at most thresholds).
+The loop is what other evaluators do: 1001 times cv2.threshold, cv2.findContours and a bounding box per
+contour, then one matrix of IoUs. Both get the same float32 maps of 224 x 224 pixels and boxes on one core, in
+turns, and must agree to the last bit; results are medians. Maps are `real` (CAMs of photographs in
+$SIGCAM_DATA/cub by the embedded network, or of drawn birds if there are none), `rings` (many holes) and
+`noise` (the worst case: thousands of contours at most thresholds).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MODES: tuple[Mode, ...] = ("all", "largest")
 
 @dataclass(frozen=True)
 class Case:
-    """Maps (B, H, W) of one kind with their boxes, and how many of them the loop is timed on."""
+    """Maps (B, H, W) with their boxes; the loop is timed on the first `looped` of them."""
 
     name: str
     maps: Tensor
@@ -65,7 +65,7 @@ class Case:
 
 
 def real() -> Case:
-    """CAMs of the class that the embedded network sees, as the softmax head has them."""
+    """Return CAMs of the class that the embedded network predicts, from its softmax head."""
     folder = Path(os.environ.get("SIGCAM_DATA", "")) / "cub"
     found = os.environ.get("SIGCAM_DATA") and folder.is_dir()
     samples = (
@@ -87,18 +87,18 @@ def real() -> Case:
 
 
 def rings() -> Case:
-    """Waves around a point."""
+    """Return maps of waves around a point."""
     generator = np.random.default_rng(0)
     y, x = np.mgrid[:SIZE, :SIZE]
     maps = []
     for _ in range(BATCH):
-        away = np.hypot(y - generator.uniform(0, SIZE), x - generator.uniform(0, SIZE))
-        maps.append(0.5 + 0.5 * np.sin(away / generator.uniform(2, 8)))
+        distance = np.hypot(y - generator.uniform(0, SIZE), x - generator.uniform(0, SIZE))
+        maps.append(0.5 + 0.5 * np.sin(distance / generator.uniform(2, 8)))
     return Case("rings", torch.from_numpy(np.stack(maps)).float(), some_boxes(BATCH), 8)
 
 
 def noise() -> Case:
-    """Every pixel for itself."""
+    """Return maps of independent random pixels."""
     maps = torch.rand(BATCH, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
     return Case("noise", maps, some_boxes(BATCH), 1)
 
@@ -112,7 +112,7 @@ def some_boxes(count: int) -> list[Tensor]:
 
 
 def loop(values: Array, truth: Array, mode: str) -> Array:
-    """The best IoU at each threshold by OpenCV, threshold by threshold, (T,)."""
+    """Return the best IoU at each threshold by OpenCV, one threshold after the other, (T,)."""
     height, width = values.shape
     levels = (values * 255).astype(np.uint8)
     highest = levels.max()
@@ -133,26 +133,26 @@ def loop(values: Array, truth: Array, mode: str) -> Array:
 
 
 def iou_matrix(drawn: Array, truth: Array) -> Array:
-    """IoUs of all pairs of boxes, ends inside, (D, G)."""
+    """Return the IoUs of all pairs of boxes with inclusive ends, (D, G)."""
     x0, y0, x1, y1 = (drawn[:, k, None] for k in range(4))
     u0, v0, u1, v1 = (truth[None, :, k] for k in range(4))
-    across = np.maximum(np.minimum(x1, u1) - np.maximum(x0, u0) + 1, 0)
-    down = np.maximum(np.minimum(y1, v1) - np.maximum(y0, v0) + 1, 0)
-    both = across * down
-    union = (x1 - x0 + 1) * (y1 - y0 + 1) + (u1 - u0 + 1) * (v1 - v0 + 1) - both
-    ious: Array = both / union
+    overlap_width = np.maximum(np.minimum(x1, u1) - np.maximum(x0, u0) + 1, 0)
+    overlap_height = np.maximum(np.minimum(y1, v1) - np.maximum(y0, v0) + 1, 0)
+    intersection = overlap_width * overlap_height
+    union = (x1 - x0 + 1) * (y1 - y0 + 1) + (u1 - u0 + 1) * (v1 - v0 + 1) - intersection
+    ious: Array = intersection / union
     return ious
 
 
 def ms(call: Callable[[], object], images: int) -> float:
-    """Milliseconds per image of one call."""
-    began = time.perf_counter()
+    """Return the milliseconds per image of one call."""
+    start = time.perf_counter()
     call()
-    return 1000 * (time.perf_counter() - began) / images
+    return 1000 * (time.perf_counter() - start) / images
 
 
 def measure(case: Case, cores: int) -> list[Row]:
-    """A row per mode."""
+    """Return a row for each mode."""
     rows = []
     for mode in MODES:
         ours = lambda m=mode: best_ious(case.maps, case.boxes, mode=m)  # noqa: E731
@@ -166,9 +166,9 @@ def measure(case: Case, cores: int) -> list[Row]:
             all_cores.append(ms(ours, len(case.maps)))
             torch.set_num_threads(1)
             if case.name != "noise" or not looped:  # 15 seconds an image
-                began = time.perf_counter()
+                start = time.perf_counter()
                 theirs = [loop(*each, mode) for each in some]
-                looped.append(1000 * (time.perf_counter() - began) / case.looped)
+                looped.append(1000 * (time.perf_counter() - start) / case.looped)
                 assert np.array_equal(found[: case.looped].numpy(), np.stack(theirs)), (case.name, mode)
         slow, fast = statistics.median(looped), statistics.median(one)
         rows.append(
@@ -191,7 +191,7 @@ def measure(case: Case, cores: int) -> list[Row]:
 
 @njit
 def stage(levels: Any, truth: Any, which: int, repeats: int) -> None:
-    """One stage of the sweep over all contours, after those before it, again and again."""
+    """Repeat one stage of the sweep over all contours, after preparing its input."""
     height, width = levels.shape
     pixels = height * width
     codes, labels = np.empty((height, width), np.uint8), np.empty((height + 2) * (width + 2), np.uint32)
@@ -209,63 +209,63 @@ def stage(levels: Any, truth: Any, which: int, repeats: int) -> None:
             sort(levels, codes, order, starts)
         elif which == 2:
             judge = Judge(truth, best, height, width, 0)
-            one_way(order, starts, top, zero, (COUNTS_8, LEADS_8), labels, regions, judge)
+            sweep(order, starts, top, zero, (COUNTS_8, LEADS_8), labels, regions, judge)
         elif which == 3:
             judge = Judge(truth, best, height, width, 1)
-            one_way(order, starts, zero, top, (COUNTS_4, LEADS_4), labels, regions, judge)
+            sweep(order, starts, zero, top, (COUNTS_4, LEADS_4), labels, regions, judge)
 
 
-compare, sort, one_way = kernels._compare, kernels._sort, kernels._sweep
+compare, sort, sweep = kernels._compare, kernels._sort, kernels._sweep
 Judge, Regions = kernels.Judge, kernels.Regions
 COUNTS_8, LEADS_8, COUNTS_4, LEADS_4 = kernels.COUNTS_8, kernels.LEADS_8, kernels.COUNTS_4, kernels.LEADS_4
 STAGES = ("compare with neighbours", "sort by level", "regions above, down", "holes, up")
 
 
 def stages(case: Case, images: int = 12, repeats: int = 10) -> dict[str, float]:
-    """Milliseconds per image of each stage on one core."""
-    levels, found = to_levels(case.maps).numpy(), dict[str, float]()
+    """Return the milliseconds per image of each stage on one core."""
+    levels, milliseconds = to_levels(case.maps).numpy(), dict[str, float]()
     quantise = [ms(lambda: to_levels(case.maps), len(case.maps)) for _ in range(REPEATS)]
-    found["levels"] = statistics.median(quantise)
+    milliseconds["levels"] = statistics.median(quantise)
     for which, name in enumerate(STAGES):
-        spent = []
+        times = []
         for i in range(min(images, len(levels))):
             run = lambda n, i=i, w=which: ms(lambda: stage(levels[i], case.boxes[i].numpy(), w, n), 1)  # noqa: E731
             run(0)
-            spent.append(max(run(repeats) - min(run(0), run(0)), 0) / repeats)
-        found[name] = statistics.mean(spent)
-    return found
+            times.append(max(run(repeats) - min(run(0), run(0)), 0) / repeats)
+        milliseconds[name] = statistics.mean(times)
+    return milliseconds
 
 
 def stream(count: int = 50_000, size: int = 56, batch: int = 100) -> dict[str, float]:
-    """Megabytes that the process takes after a tenth, half and all of a stream of made maps, each drawn when
-    it is asked for, counted by box and by pixel."""
-    boxed, pixels = MaxBoxAccV2(), PxAP()
-    generator, taken = torch.Generator().manual_seed(0), dict[str, float]()
+    """Return the megabytes of the process after a tenth, half and all of a stream of random maps, which two
+    metrics count, one by boxes and one by pixels."""
+    by_box, by_pixel = MaxBoxAccV2(), PxAP()
+    generator, megabytes = torch.Generator().manual_seed(0), dict[str, float]()
     box = torch.tensor([[size // 4, size // 4, size // 2, size // 2]])
     masks = torch.zeros(batch, size, size, dtype=torch.uint8)
     masks[:, size // 4 : size // 2, size // 4 : size // 2] = 1
     for done in range(batch, count + 1, batch):
         coarse = torch.rand(batch, 1, 7, 7, generator=generator)
         maps = torch.nn.functional.interpolate(coarse, size, mode="bilinear")[:, 0]
-        boxed.update(maps, [box] * batch)
-        pixels.update(maps, masks)
+        by_box.update(maps, [box] * batch)
+        by_pixel.update(maps, masks)
         if done in (count // 10, count // 2, count):
             line = next(
                 x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmRSS")
             )
-            taken[f"after {done}"] = int(line.split()[1]) / 1024
-    return taken
+            megabytes[f"after {done}"] = int(line.split()[1]) / 1024
+    return megabytes
 
 
 # ----------------------------------------------------------------------------------------------- reporting
 
 
 def main() -> None:
-    """Measures, prints tables and writes results/metrics.json."""
-    cores, began, console = torch.get_num_threads(), time.monotonic(), Console(width=120)
+    """Measure, print tables and write results/metrics.json."""
+    cores, start, console = torch.get_num_threads(), time.monotonic(), Console(width=120)
     cases = [real(), rings(), noise()]
     cv2.setNumThreads(1)
-    for mode in MODES:  # compiled, or read from numba's cache, before the clock runs
+    for mode in MODES:  # compile, or read numba's cache, before timing
         best_ious(cases[0].maps[:2], cases[0].boxes[:2], mode=mode)
     rows = [row for case in cases for row in measure(case, cores)]
     memory = stream()
@@ -294,7 +294,7 @@ def main() -> None:
     result = {
         "command": "make bench",
         "date": datetime.now(UTC).date().isoformat(),
-        "minutes": round((time.monotonic() - began) / 60, 1),
+        "minutes": round((time.monotonic() - start) / 60, 1),
         "cores": cores,
         "machine": platform.machine(),
         "repeats": REPEATS,

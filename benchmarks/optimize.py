@@ -1,8 +1,8 @@
-"""What each step of `attach(model, optimize=True)` gives, and what steps that it does not take would give.
+"""Measure the gain of each step of `attach(model, optimize=True)`, and of steps that it does not take.
 
     .venv/bin/python benchmarks/optimize.py    # about 5 minutes on two cores
 
-Forward passes of 8 images, each in turns with the plain model; medians and ratios.
+Times forward passes of 8 images in turns with the plain model; reports ratios of medians.
 """
 
 from __future__ import annotations
@@ -29,57 +29,57 @@ REPEATS = 9
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """How long one call takes."""
-    began = time.perf_counter()
+    """Return the seconds that one call takes."""
+    start = time.perf_counter()
     call()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def variants(model: nn.Module, images: Tensor) -> dict[str, tuple[Callable[[Tensor], object], float]]:
-    """Ways to run the model, each with the seconds that it takes to make it."""
-    made: dict[str, tuple[Callable[[Tensor], object], float]] = {}
-    made["channels-last"] = copy.deepcopy(model).to(memory_format=torch.channels_last), 0.0  # type: ignore[call-overload]
-    best, spent, name = copy.deepcopy(model), 0.0, "as it is"
+    """Return ways to run the model, each with the seconds that its preparation takes."""
+    ways: dict[str, tuple[Callable[[Tensor], object], float]] = {}
+    ways["channels-last"] = copy.deepcopy(model).to(memory_format=torch.channels_last), 0.0  # type: ignore[call-overload]
+    best, seconds, name = copy.deepcopy(model), 0.0, "as it is"
     for step in (_fold_batchnorm, _pack_convolutions, _fuse_activations):
-        best, began = copy.deepcopy(best), time.perf_counter()
+        best, start = copy.deepcopy(best), time.perf_counter()
         step(best, images[:1], ())
-        spent += time.perf_counter() - began
+        seconds += time.perf_counter() - start
         name += f" + {step.__name__.strip('_').replace('_', ' ')}"
-        made[name.removeprefix("as it is + ")] = best, spent
+        ways[name.removeprefix("as it is + ")] = best, seconds
     fast = best
-    made["all of these, 2 images at a time"] = (lambda x: [fast(part) for part in x.split(2)]), spent
+    ways["all of these, 2 images at a time"] = (lambda x: [fast(part) for part in x.split(2)]), seconds
     inductor.freezing = True
     compiled = torch.compile(copy.deepcopy(model))
-    made["torch.compile with frozen weights"] = compiled, seconds_of(lambda: compiled(images))
-    return made
+    ways["torch.compile with frozen weights"] = compiled, seconds_of(lambda: compiled(images))
+    return ways
 
 
 @torch.no_grad()
 def main() -> None:
-    """Measures, prints a table, writes results/optimize.json."""
+    """Measure, print a table and write results/optimize.json."""
     rows = list[dict[str, Any]]()
     images = torch.randn(8, 3, 224, 224, generator=torch.Generator().manual_seed(1))
     for model_name in ("resnet50", "vgg16"):
         torch.manual_seed(0)
         model = getattr(torchvision.models, model_name)(weights=None).eval()
-        wanted = model(images)
-        for name, (run, made) in variants(model, images).items():
-            seen = run(images)
-            seen = torch.cat(seen) if isinstance(seen, list) else seen
+        expected = model(images)
+        for name, (run, seconds) in variants(model, images).items():
+            logits = run(images)
+            logits = torch.cat(logits) if isinstance(logits, list) else logits
             run(images)
             pairs = [
                 (seconds_of(lambda run=run: run(images)), seconds_of(lambda m=model: m(images)))  # type: ignore[misc]
                 for _ in range(REPEATS)
             ]
             ours, plain = (statistics.median(values) for values in zip(*pairs, strict=True))
-            off = float((seen - wanted).abs().max() / wanted.abs().max())
+            error = float((logits - expected).abs().max() / expected.abs().max())
             rows.append(
                 {
                     "model": model_name,
                     "what": name,
                     "ratio": ours / plain,
-                    "seconds_to_make": made,
-                    "off": off,
+                    "seconds_to_make": seconds,
+                    "off": error,
                 }
             )
     table = Table("model", "what", "x plain forward", "seconds to make", "logits off by")

@@ -27,14 +27,14 @@ DESCRIPTIONS = {
 
 
 def layers() -> list[list[str]]:
-    """The packages of each layer, the highest layer first."""
+    """Return the packages of each layer, the highest layer first."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contract = next(c for c in settings["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
     return [[name.strip() for name in layer.split("|")] for layer in contract["layers"]]
 
 
 def svg() -> str:
-    """The diagram: one row per layer; arrows are left out, since every import points down."""
+    """Return the diagram: one row per layer; arrows are left out, since every import points down."""
     rows = layers()
     height = len(rows) * (ROW + GAP) - GAP + 2 * MARGIN
     parts = [
@@ -55,9 +55,9 @@ def svg() -> str:
                 f'<text x="{left + 10:g}" y="{top + 19}" font-size="14" font-weight="600" '
                 f'fill="#1b2b3a">{escape(name)}</text>',
             ]
-            room = int((width - 20) / 5.6)  # characters of the small font
+            limit = int((width - 20) / 5.6)  # characters of the small font
             words = DESCRIPTIONS[name]
-            assert len(words) <= room, f"{name}: {len(words)} characters, room for {room}"
+            assert len(words) <= limit, f"{name}: {len(words)} characters, at most {limit} fit"
             parts.append(
                 f'<text x="{left + 10:g}" y="{top + 36}" font-size="11" fill="#4a5b6b">{escape(words)}</text>'
             )

@@ -1,9 +1,9 @@
-"""Makes the ImageNet branch that comes with the embedded classifier, and its card.
+"""Make the ImageNet branch that comes with the embedded classifier, and its card.
 
     python scripts/make_embedded_branch.py FEATURES.npz ILSVRC_FOLDER
 
 FEATURES.npz holds `plain` and `mirrored` (n, 1280), `labels` and `ids` of images of the validation set of
-ILSVRC-2012; ILSVRC_FOLDER other images of it, with boxes, to measure on. The two must not overlap.
+ILSVRC-2012. ILSVRC_FOLDER holds other images of that set, with boxes, to test on. The two must not overlap.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from sigcam.training.features_file import read_features
 CONFIG = FitConfig(prior="softmax", views=2)
 
 
-def main(features: Path, pictures: Path) -> None:
-    """Fits, measures, writes the branch (fp16) and its card."""
-    with np.load(features) as held:
-        ids = [str(name) for name in held["ids"]]
+def main(features: Path, test_folder: Path) -> None:
+    """Fit and evaluate the branch; write it in float16, with its card."""
+    with np.load(features) as arrays:
+        ids = [str(name) for name in arrays["ids"]]
     net = open_network("embedded", branch=None).net
     result = fit(net, read_features(features), CONFIG)
     SHIPPED.parent.mkdir(exist_ok=True)
     net.save(SHIPPED, dtype=torch.float16)
-    samples = match_classes(open_dataset(pictures, split="test"), net.classes, net.class_names)
-    seen = {Path(sample.id).stem for sample in samples} & {Path(name).stem for name in ids}
-    assert not seen, f"{len(seen)} images are both fitted and measured on"
+    samples = match_classes(open_dataset(test_folder, split="test"), net.classes, net.class_names)
+    shared = {Path(sample.id).stem for sample in samples} & {Path(name).stem for name in ids}
+    assert not shared, f"{len(shared)} images are used both to fit and to test"
     measured = evaluate(
         net,
         samples,
@@ -73,8 +73,8 @@ def main(features: Path, pictures: Path) -> None:
 
 
 def card(facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """What somebody who uses the branch must know."""
-    held, test = facts["held-out"], facts["test"]
+    """Return the card, which tells users what the branch was fitted on and how good it is."""
+    held_out, test = facts["held-out"], facts["test"]
     lines = [
         f"| {row['branch']} | {'positive only' if row['clamp'] else 'signed'} | "
         f"{row['value']:.2f} [{row['low']:.2f}, {row['high']:.2f}] |"
@@ -99,7 +99,7 @@ softmax head for most purposes. What it adds is a score per class that need not 
 
 | | |
 |---|---|
-| held-out mean average precision, mean AUC ({held["images"]} images) | {100 * held["mean average precision"]:.1f} %, {100 * held["mean AUC"]:.1f} % |
+| held-out mean average precision, mean AUC ({held_out["images"]} images) | {100 * held_out["mean average precision"]:.1f} %, {100 * held_out["mean AUC"]:.1f} % |
 | top-1 on {test["images"]} other images, by softmax head | {test["top-1 by softmax"]:.1f} % |
 | the same, by the branch's best class | {test["top-1 by sigmoid"]:.1f} % |
 | label's evidence above 0.5 | {test["label's evidence above 0.5"]:.1f} % |
@@ -114,20 +114,20 @@ MaxBoxAccV2 of CAM on those {test["images"]} images, in percent with 95 % interv
 
 @torch.no_grad()
 def branch_accuracy(net, samples):  # type: ignore[no-untyped-def]
-    """How often the best class of each head is the label, and how the evidence of the label is spread."""
+    """Return how often each head's best class is the label, and evidence of the label is above 0.5, in percent."""
     from sigcam.data.loader import load_batches
 
-    right, evidence = {"softmax": 0, "sigmoid": 0}, []
+    correct, evidence = {"softmax": 0, "sigmoid": 0}, []
     for batch in load_batches(samples, net.transform, batch_size=8):
-        seen = net(batch.images)
-        for name in right:
-            right[name] += int((getattr(seen, name).argmax(1) == batch.labels).sum())
-        evidence.append(seen.sigmoid.sigmoid().gather(1, batch.labels[:, None])[:, 0])
-    own = torch.cat(evidence)
+        outputs = net(batch.images)
+        for name in correct:
+            correct[name] += int((getattr(outputs, name).argmax(1) == batch.labels).sum())
+        evidence.append(outputs.sigmoid.sigmoid().gather(1, batch.labels[:, None])[:, 0])
+    label_evidence = torch.cat(evidence)
     return {
-        "top-1 by softmax": 100 * right["softmax"] / len(samples),
-        "top-1 by sigmoid": 100 * right["sigmoid"] / len(samples),
-        "label's evidence above 0.5": 100 * float((own > 0.5).float().mean()),
+        "top-1 by softmax": 100 * correct["softmax"] / len(samples),
+        "top-1 by sigmoid": 100 * correct["sigmoid"] / len(samples),
+        "label's evidence above 0.5": 100 * float((label_evidence > 0.5).float().mean()),
     }
 
 

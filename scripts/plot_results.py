@@ -1,4 +1,4 @@
-"""Plots of docs/results.md from the tables in benchmarks/results.
+"""Plot the figures of docs/results.md from the tables in benchmarks/results.
 
 python scripts/plot_results.py
 """
@@ -22,7 +22,7 @@ TITLES = {
 
 
 def save(figure: Any, name: str) -> None:
-    """As SVG with text as text."""
+    """Save the figure as SVG, with text as text."""
     path = ROOT / "docs/images" / f"{name}.svg"
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
     plt.close(figure)
@@ -30,7 +30,7 @@ def save(figure: Any, name: str) -> None:
 
 
 def localisation() -> None:
-    """Every row of table 2 with its interval, one panel per data set; hollow marks: images twice as large."""
+    """Plot each row of table 2 with its interval, a panel per data set; hollow: images twice as large."""
     rows = [row for row in rows_of("table2") if row["method"] == "cam"]
     figure, axes = plt.subplots(1, 4, figsize=(12, 3.4), sharey=True)
     for axis, (dataset, title) in zip(axes, TITLES.items(), strict=True):
@@ -38,40 +38,42 @@ def localisation() -> None:
         for row in rows:
             if row["dataset"] != dataset:
                 continue
-            place = list(NAMES).index((row["branch"], row["clamp"])) + (0.18 if row["zoom"] > 1 else -0.18)
+            y = list(NAMES).index((row["branch"], row["clamp"])) + (0.18 if row["zoom"] > 1 else -0.18)
             low, high = row["intervals"][metric]
             colour = COLOURS[row["branch"]]
             face = "white" if row["zoom"] > 1 else colour
-            axis.plot([low, high], [place, place], color=colour, linewidth=1.5)
-            axis.plot(row[metric], place, "o", color=colour, markerfacecolor=face, markersize=6)
+            axis.plot([low, high], [y, y], color=colour, linewidth=1.5)
+            axis.plot(row[metric], y, "o", color=colour, markerfacecolor=face, markersize=6)
         axis.set_title(title, fontsize=11)
         axis.grid(axis="x", color="#dddddd")
         axis.set_axisbelow(True)
     axes[0].set_yticks(range(len(NAMES)), list(NAMES.values()))
     axes[0].invert_yaxis()
     figure.tight_layout(rect=(0, 0.06, 1, 1))
-    said = "percent; filled: the network's own size, hollow: images twice as large"
-    figure.text(0.6, 0.02, said, ha="center", fontsize=10)
+    legend = "percent; filled: the network's own size, hollow: images twice as large"
+    figure.text(0.6, 0.02, legend, ha="center", fontsize=10)
     save(figure, "results-localisation")
 
 
 def fidelity() -> None:
-    """Average drop of table 1 by method, on both data sets."""
+    """Plot the average drop of table 1 by method, on both data sets."""
     rows = rows_of("table1")
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    sets = list(dict.fromkeys(row["dataset"] for row in rows))
-    figure, axes = plt.subplots(1, len(sets), figsize=(6 * len(sets), 3.6), squeeze=False)
-    for axis, dataset in zip(axes[0], sets, strict=True):
-        for number, (kind, name) in enumerate(NAMES.items()):
-            chosen = [r for r in rows if r["dataset"] == dataset and (r["branch"], r["clamp"]) == kind]
-            chosen.sort(key=lambda r: methods.index(r["method"]))
-            places = [methods.index(r["method"]) + (number - 2.5) * 0.12 for r in chosen]
-            colour = COLOURS[kind[0]]
-            face = colour if kind[1] else "white"
-            for place, row in zip(places, chosen, strict=True):
-                axis.plot([place] * 2, row["intervals"]["average_drop"], color=colour, linewidth=1.2)
-            values = [r["average_drop"] for r in chosen]
-            axis.plot(places, values, "o", color=colour, markerfacecolor=face, markersize=5, label=name)
+    datasets = list(dict.fromkeys(row["dataset"] for row in rows))
+    figure, axes = plt.subplots(1, len(datasets), figsize=(6 * len(datasets), 3.6), squeeze=False)
+    for axis, dataset in zip(axes[0], datasets, strict=True):
+        for number, (variant, name) in enumerate(NAMES.items()):
+            variant_rows = [
+                r for r in rows if r["dataset"] == dataset and (r["branch"], r["clamp"]) == variant
+            ]
+            variant_rows.sort(key=lambda r: methods.index(r["method"]))
+            xs = [methods.index(r["method"]) + (number - 2.5) * 0.12 for r in variant_rows]
+            colour = COLOURS[variant[0]]
+            face = colour if variant[1] else "white"
+            for x, row in zip(xs, variant_rows, strict=True):
+                axis.plot([x] * 2, row["intervals"]["average_drop"], color=colour, linewidth=1.2)
+            values = [r["average_drop"] for r in variant_rows]
+            axis.plot(xs, values, "o", color=colour, markerfacecolor=face, markersize=5, label=name)
         axis.set_xticks(range(len(methods)), methods, fontsize=9)
         axis.set_title({"cub": "CUB", "cars": "Cars"}.get(dataset, dataset), fontsize=11)
         axis.set_ylabel("average drop, percent (lower is better)")
@@ -85,7 +87,7 @@ def fidelity() -> None:
 
 
 def sources() -> None:
-    """Signed and clamped maps and the knowledge that nothing is there, against the penalty."""
+    """Plot localisation, and how well scores recognise images of no class, against the L2 penalty."""
     rows = rows_of("sources")
     fits = list(dict.fromkeys(row["fit"] for row in rows if "fit" in row))
     fits.sort(key=lambda fit: ("negatives" in fit, float(fit.split()[1].strip(","))))
@@ -96,12 +98,12 @@ def sources() -> None:
     )
     for axis, metric, label in panels:
         for clamp in (False, True) if metric == "max_box_acc_v2" else (True,):
-            said = ("sigmoid, clamped" if clamp else "sigmoid, signed") if len(panels) > 1 else "sigmoid"
-            said = said if metric == "max_box_acc_v2" else "sigmoid evidence"
-            own = {row["fit"]: row for row in rows if row["branch"] == "sigmoid" and row["clamp"] == clamp}
-            values = [own[fit][metric] for fit in fits]
+            name = ("sigmoid, clamped" if clamp else "sigmoid, signed") if len(panels) > 1 else "sigmoid"
+            name = name if metric == "max_box_acc_v2" else "sigmoid evidence"
+            by_fit = {row["fit"]: row for row in rows if row["branch"] == "sigmoid" and row["clamp"] == clamp}
+            values = [by_fit[fit][metric] for fit in fits]
             face = COLOURS["sigmoid"] if clamp else "white"
-            axis.plot(fits, values, "o-", color=COLOURS["sigmoid"], markerfacecolor=face, label=said)
+            axis.plot(fits, values, "o-", color=COLOURS["sigmoid"], markerfacecolor=face, label=name)
         for row in rows:
             if (
                 row["branch"] == "sigmoid"
