@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sigcam.data.sample import Samples, files_fingerprint
-from sigcam.evaluation import checkpoint as resuming
+from sigcam.evaluation import metric_table as resuming
 from sigcam.evaluation.evaluator import evaluate
 from sigcam.models.preprocess import Preprocess
 from support.samples import CLASSES, COUNT, prepared, sample

@@ -15,9 +15,9 @@ from torchmetrics import Metric
 import sigcam
 from sigcam.data.registry import open_dataset
 from sigcam.data.sample import Samples
-from sigcam.evaluation.curves import curves_of
 from sigcam.evaluation.evaluator import evaluate
 from sigcam.evaluation.registry import METRICS, BatchRecord, MetricSpec
+from sigcam.evaluation.result import curves_of
 from sigcam.metrics.base import ImageMetric
 from sigcam.reports.evaluation_report import evaluation_page
 from support.commands import run

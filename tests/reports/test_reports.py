@@ -18,9 +18,9 @@ from sigcam.core.errors import DataError
 from sigcam.data.sample import Samples
 from sigcam.drawing.charts import STYLES, Line, line_chart
 from sigcam.evaluation.batch import Variant
-from sigcam.evaluation.curves import curves_of
 from sigcam.evaluation.evaluator import evaluate
 from sigcam.evaluation.examples import MAX_EXAMPLES, Examples, collect_examples
+from sigcam.evaluation.result import curves_of
 from sigcam.methods.explanation import data_uri
 from sigcam.methods.postprocess import disagreement
 from sigcam.metrics.classification import calibration

@@ -15,8 +15,8 @@ from sigcam.core.distributed import all_gather, barrier, rank
 from sigcam.core.files import hash_of
 from sigcam.core.types import Progress
 from sigcam.data.sample import Samples, match_classes
-from sigcam.evaluation.checkpoint import evaluation_facts
 from sigcam.evaluation.evaluator import evaluate
+from sigcam.evaluation.metric_table import evaluation_facts
 from sigcam.evaluation.result import FIXED, Result
 from sigcam.metrics.bootstrap import Interval, paired
 from sigcam.network.dual import DualBranch, linear_weight

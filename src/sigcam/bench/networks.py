@@ -19,7 +19,7 @@ from sigcam.core.errors import DataError, SigcamError
 from sigcam.core.files import hash_of
 from sigcam.core.types import Progress
 from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint, match_classes
-from sigcam.evaluation.checkpoint import data_facts
+from sigcam.evaluation.metric_table import data_facts
 from sigcam.models.classifier import Classifier, save_classifier
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.attachment import attach

@@ -53,8 +53,8 @@ def evaluate_command(options: EvaluateOptions) -> None:
     import torch
 
     from sigcam.core.distributed import process_group, rank
-    from sigcam.evaluation.curves import curves_of
     from sigcam.evaluation.examples import collect_examples
+    from sigcam.evaluation.result import curves_of
     from sigcam.reports.evaluation_report import evaluation_page
     from sigcam.reports.html import require_report_extra
 

@@ -25,8 +25,6 @@ from sigcam.network.dual import DualBranch, ForwardPass
 from sigcam.network.zoom import zoomed
 
 Scorer = Literal["softmax", "sigmoid", "branch"]
-
-
 SCORERS: dict[Scorer, str] = {
     "softmax": "the class's probability by the classifier's own head, for all branches alike",
     "sigmoid": "the class's evidence by the sigmoid branch, for all branches alike",
@@ -111,10 +109,9 @@ class BatchEvaluator:
         if self.needs("masks"):
             record = replace(record, masks=[mask_for(sample, width, height) for sample in samples])
         if labels is not None:
-            one_logit = self.net.classes == 1
-            scores = (
-                class_probabilities(self.net, forward) if one_logit else at_least_float32(forward.softmax)
-            )
+            scores = at_least_float32(forward.softmax)
+            if self.net.classes == 1:
+                scores = class_probabilities(self.net, forward)
             record = replace(record, correct={k: in_top(scores, labels, k).cpu() for k in (1, 5)})
         return record
 
@@ -144,10 +141,8 @@ class BatchEvaluator:
         if self.uses("scores"):
             with torch.no_grad():
                 masked = net.run(forward.images * masks[:, None].to(forward.images.dtype))
-            scores = dict[str, tuple[Tensor, Tensor]]()
-            for scorer in self.scorers:
-                before, after = (_score(net, f, scorer, variant, predicted) for f in (forward, masked))
-                scores[scorer] = before, after
+            passes = forward, masked
+            scores = {s: [_score(net, f, s, variant, predicted) for f in passes] for s in self.scorers}
             record = replace(record, scores=scores)
         if self.uses("curves"):
             curves = insertion_deletion_curves(

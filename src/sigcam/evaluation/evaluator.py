@@ -18,8 +18,7 @@ from sigcam.data.loader import load_batches
 from sigcam.data.maps import find_maps, open_map, same_shape
 from sigcam.data.sample import Sample, Samples, data_fingerprint, match_classes
 from sigcam.evaluation.batch import SCORERS, BatchEvaluator, Scorer, Variant
-from sigcam.evaluation.checkpoint import EvalCheckpoint, evaluation_facts
-from sigcam.evaluation.metric_table import MetricTable
+from sigcam.evaluation.metric_table import EvalCheckpoint, MetricTable, evaluation_facts
 from sigcam.evaluation.registry import BatchRecord, boxes_for, choose_metrics, mask_for
 from sigcam.evaluation.result import Result
 from sigcam.methods.map_config import MapConfig
@@ -93,7 +92,7 @@ def evaluate(
                 table.update(variant, record)
         skipped += batch.skipped
         done += len(batch.indices) + len(batch.skipped)
-        checkpoint.save(done, skipped)
+        checkpoint.save_progress(done, skipped)
         if progress:
             progress("maps", done, len(local))
 

@@ -26,29 +26,18 @@ MAX_EXAMPLES = 200  # images
 
 @dataclass(frozen=True)
 class Example:
-    """One image.
+    """One image, with values of each variant of the maps."""
 
-    Args:
-        index: its position in the samples.
-        evidence: of the predicted class; None if the branch is not fitted.
-        maps: (variants, H, W) uint8, 255 for 1: small, so that many can be kept.
-        boxes: of each variant, the box at threshold 0.2.
-        truth: ground-truth boxes in map pixels.
-        ious: of each variant, the best IoU of its box with a ground-truth box; () without boxes.
-        drops: of each variant, the share of confidence lost on image times map; () with boxes.
-        disagreement: of the maps of two branches; None if there is only one.
-    """
-
-    index: int
+    index: int  # its position in the samples
     predicted: int
     probability: float
-    evidence: float | None
-    maps: Tensor = field(repr=False)
-    boxes: tuple[list[int], ...]
-    truth: list[list[int]]
-    ious: tuple[float, ...]
-    drops: tuple[float, ...]
-    disagreement: float | None
+    evidence: float | None  # of the predicted class; None if the branch is not fitted
+    maps: Tensor = field(repr=False)  # (variants, H, W) uint8, 255 for 1: small, so that many can be kept
+    boxes: tuple[list[int], ...]  # at threshold 0.2
+    truth: list[list[int]]  # ground-truth boxes in map pixels
+    ious: tuple[float, ...]  # the best IoU of its box with a ground-truth box; () without boxes
+    drops: tuple[float, ...]  # the share of confidence lost on image times map; () with boxes
+    disagreement: float | None  # of the maps of two branches; None if there is only one
 
 
 @dataclass(frozen=True)

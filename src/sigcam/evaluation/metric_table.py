@@ -1,19 +1,27 @@
-"""MetricTable: the metrics of every variant, updated batch by batch."""
+"""MetricTable: the metrics of every variant, updated batch by batch; EvalCheckpoint: its saved state."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from sigcam.core.distributed import all_reduce_sum
+from sigcam.core.checkpoint import Checkpoint
+from sigcam.core.distributed import all_reduce_sum, rank, world_size
 from sigcam.core.manifest import versions
+from sigcam.core.types import Skipped
+from sigcam.data.sample import data_fingerprint, files_fingerprint
+from sigcam.data.sample import Samples
 from sigcam.evaluation.batch import NO_MAPS, Variant
 from sigcam.evaluation.registry import BatchRecord, MetricSpec
 from sigcam.evaluation.result import MetricKey, Metrics, Result, Row, metric_rows
 from sigcam.metrics.base import ImageMetric
+from sigcam.models.state_dict import fingerprint
+from sigcam.network.dual import DualBranch
 
 
 class MetricTable:
@@ -74,11 +82,9 @@ class MetricTable:
         counts: dict[tuple[Any, ...], list[int]] = {
             variant: all_reduce_sum(torch.tensor(count)).tolist() for variant, count in self._counts.items()
         }
-        rows = [
-            row
-            for key, metric in self._metrics.items()
-            for row in metric_rows(key, metric, images=counts[key[:3]][0], val=val)
-        ]
+        rows = list[Row]()
+        for key, metric in self._metrics.items():
+            rows += metric_rows(key, metric, images=counts[key[:3]][0], val=val)
         empty = dict.fromkeys(("low", "high", "threshold", "threshold_from", "scorer"))
         for variant in self._counts:
             images, blank = counts[variant]
@@ -88,3 +94,41 @@ class MetricTable:
         definitions = {name: spec.definition for name, spec in self._specs.items()}
         about = {**about, "definitions": definitions, "versions": versions()}
         return Result(tuple(rows), tuple(left_out), tuple(skipped), about, Metrics(self._metrics))
+
+
+EVERY = 15.0  # seconds between two saves
+
+
+class EvalCheckpoint(Checkpoint):
+    """The state of an unfinished evaluation, one file per process; `path` None saves nothing."""
+
+    def __init__(self, path: Path | None, facts: Any, table: MetricTable) -> None:
+        super().__init__(path and path.with_name(f"{path.name}.{rank()}"), [facts, world_size()])
+        self._table, self._saved_at = table, time.monotonic()
+
+    def resume(self) -> tuple[int, list[Skipped]]:
+        """Restore the metrics; return how many samples are done, and those of them that were skipped."""
+        state = self.load()
+        if state is None:
+            return 0, []
+        self._table.load_state(state["table"])
+        return int(state["done"]), [(str(id), str(reason)) for id, reason in state["skipped"]]
+
+    def save_progress(self, done: int, skipped: list[Skipped]) -> None:
+        """Save the metrics, at most once in `EVERY` seconds."""
+        if self.path is not None and time.monotonic() - self._saved_at >= EVERY:
+            self.save({"done": done, "skipped": skipped, "table": self._table.state()})
+            self._saved_at = time.monotonic()
+
+
+def evaluation_facts(net: DualBranch, samples: Samples, transform: Any) -> list[Any]:
+    """Everything about a network, the samples and this machine that numbers depend on."""
+    weights = fingerprint(net.original), fingerprint(net.sigmoid)
+    structure = repr(net.original), repr(net.split), net.model is net.original
+    return [*weights, *structure, *data_facts(samples, transform, net.device)]
+
+
+def data_facts(samples: Samples, transform: Any, device: torch.device) -> list[Any]:
+    """Everything but the network that numbers depend on: samples, preprocessing, machine."""
+    images = data_fingerprint(samples), files_fingerprint(samples), str(transform)
+    return [*images, device.type, torch.get_num_threads(), versions()]

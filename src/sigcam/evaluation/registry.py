@@ -35,26 +35,17 @@ _ANNOTATIONS = {"boxes": "boxes", "masks": "open_mask", "labels": "label"}  # ne
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """What metrics are updated with: a batch of maps on the CPU, boxes and masks in their pixels.
-
-    Args:
-        maps: (B, H, W), of the class to locate.
-        boxes: (G, 4) of each image.
-        masks: (H, W) of each image: 1 object, 0 background, 255 ignored.
-        correct: by k, (B,): whether the label is among the k best classes.
-        predicted_maps: (B, H, W), of the predicted class; images are multiplied by them.
-        scores: by scorer, the predicted class's score (B,) on the images and on the masked images.
-        curves: insertion and deletion curves, (B, S + 1) each.
-    """
+    """What metrics are updated with: a batch of maps on the CPU, boxes and masks in their pixels."""
 
     ids: Sequence[str]
-    maps: Tensor | None = None
-    boxes: Sequence[Tensor] = ()
-    masks: Sequence[Tensor] = ()
-    correct: Mapping[int, Tensor] = field(default_factory=dict)
-    predicted_maps: Tensor | None = None
-    scores: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    curves: tuple[Tensor, ...] = ()
+    maps: Tensor | None = None  # (B, H, W), of the class to locate
+    boxes: Sequence[Tensor] = ()  # (G, 4) of each image
+    masks: Sequence[Tensor] = ()  # (H, W) of each image: 1 object, 0 background, 255 ignored
+    correct: Mapping[int, Tensor] = field(default_factory=dict)  # by k, (B,): the label is among the k best
+    predicted_maps: Tensor | None = None  # (B, H, W), of the predicted class; images are multiplied by them
+    # By scorer, the predicted class's score (B,) on the images and on the masked images.
+    scores: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    curves: tuple[Tensor, ...] = ()  # insertion and deletion curves, (B, S + 1) each
 
 
 @dataclass(frozen=True)
@@ -110,10 +101,9 @@ class MetricSpec:
 
 _boxed = partial(MetricSpec, inputs=lambda batch, _: (batch.maps, batch.boxes), needs=("boxes",))
 _boxed_correct = partial(MetricSpec, needs=("boxes", "labels", "a network"))
-_scored = partial(
-    MetricSpec, inputs=lambda batch, scorer: batch.scores[scorer], needs=("a network",), uses="scores"
-)
-_on_curve = partial(MetricSpec, needs=("a network",), uses="curves", measured="on request")
+_networked = partial(MetricSpec, needs=("a network",))
+_scored = partial(_networked, inputs=lambda batch, scorer: batch.scores[scorer], uses="scores")
+_on_curve = partial(_networked, uses="curves", measured="on request")
 
 
 def _top(k: int) -> Callable[[BatchRecord, Any], tuple[Any, ...]]:

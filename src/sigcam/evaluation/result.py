@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from sigcam.core.errors import DataError
 from sigcam.evaluation.registry import number_title
 from sigcam.metrics.base import BoxAccuracy, ImageMetric
-from sigcam.metrics.bootstrap import interval
+from sigcam.metrics.bootstrap import Interval, interval, paired
+from sigcam.metrics.localization import MaxBoxAccV2, PxAP
 
 Row = dict[str, Any]
 FIXED = 0.2  # the threshold that needs no data (PROTOCOL 5.4)
@@ -74,18 +76,14 @@ class Result:
 
     def value(self, metric: str, **chosen: Any) -> float:
         """The one value of a metric, told apart by method=, branch=, clamp=, threshold_from= and scorer=."""
-        rows = [
-            row
-            for row in self.rows
-            if row["metric"] == metric and all(row[key] == value for key, value in chosen.items())
-        ]
+        wanted = {"metric": metric, **chosen}
+        rows = [row for row in self.rows if all(row[key] == value for key, value in wanted.items())]
         if len(rows) > 1 and "threshold_from" not in chosen:
             rows = [row for row in rows if row["threshold_from"] in (None, "oracle")]
         if len(rows) != 1:
             what = f"{metric!r} with {chosen}" if chosen else f"{metric!r}"
-            raise DataError(
-                f"{len(rows)} of {len(self.rows)} rows are {what}: name method, branch and clamp."
-            )
+            count = f"{len(rows)} of {len(self.rows)}"
+            raise DataError(f"{count} rows are {what}: name method, branch and clamp.")
         return float(rows[0]["value"])
 
     def blocks(self) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
@@ -93,16 +91,14 @@ class Result:
         variants = list(dict.fromkeys(variant_words(row) for row in self.rows if row["method"])) or [""]
         labels = list(dict.fromkeys(number_label(row) for row in self.rows))
         texts = {(variant_words(row), number_label(row)): _value_text(row) for row in self.rows}
-        return [
-            (
-                ("metric", *part),
-                [
-                    (label, *(texts.get((v, label)) or texts.get(("", label), "-") for v in part))
-                    for label in labels
-                ],
-            )
-            for part in (variants[i : i + MAX_COLUMNS] for i in range(0, len(variants), MAX_COLUMNS))
-        ]
+        blocks = []
+        for start in range(0, len(variants), MAX_COLUMNS):
+            part = variants[start : start + MAX_COLUMNS]
+            lines = list[tuple[str, ...]]()
+            for label in labels:
+                lines.append((label, *(texts.get((v, label)) or texts.get(("", label), "-") for v in part)))
+            blocks.append((("metric", *part), lines))
+        return blocks
 
     def table(self) -> str:
         """The numbers as text, in percent, and what was left out and why."""
@@ -175,21 +171,10 @@ def _rows_at(
             continue
         end: Any = ends[number] if isinstance(ends, dict) else ends
         at = values.get(number.replace("max_box_acc_", "threshold_")) if several else threshold
-        rows.append(
-            {
-                "method": key.method,
-                "branch": key.branch,
-                "clamp": key.clamp,
-                "metric": number,
-                "value": float(value),
-                "low": None if end is None else end.low,
-                "high": None if end is None else end.high,
-                "threshold": None if at is None else float(at),  # the mean over IoUs has none
-                "threshold_from": origin,
-                "scorer": key.scorer,
-                "images": images,
-            }
-        )
+        row: Row = {"method": key.method, "branch": key.branch, "clamp": key.clamp, "metric": number}
+        row |= {"value": float(value), "low": end and end.low, "high": end and end.high}
+        row |= {"threshold": None if at is None else float(at), "threshold_from": origin}
+        rows.append(row | {"scorer": key.scorer, "images": images})
     return rows
 
 
@@ -211,3 +196,47 @@ def number_label(row: Row, *, threshold: bool = True) -> str:
 def _value_text(row: Row) -> str:
     ends = "" if row["low"] is None else f" [{row['low']:.2f}, {row['high']:.2f}]"
     return f"{row['value']:.2f}{ends}"
+
+
+Differences = dict[tuple[MetricKey, str, str | None], Interval]  # by key, name, origin of the threshold
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Curves by variant, and differences from the softmax head's signed maps, over all processes."""
+
+    boxes: Mapping[str, Tensor]  # percent of images located at IoU 0.3, 0.5, 0.7 and every threshold, (3, T)
+    pixels: Mapping[str, Tensor]  # recall and precision in percent from the highest threshold down, (2, T)
+    differences: Differences
+
+
+def curves_of(result: Result) -> Curves:
+    """The curves of a result; every process must call this, since it adds up the counts of all."""
+    boxes, pixels, differences = dict[str, Tensor](), dict[str, Tensor](), Differences()
+    for key, metric in result.metrics.items():
+        name = variant_words(key._asdict())
+        if isinstance(metric, MaxBoxAccV2 | PxAP):
+            with metric.sync_context(dist_sync_fn=metric.dist_sync_fn):
+                counts, images = metric.counts.cpu().double(), metric.images.cpu()
+            if isinstance(metric, MaxBoxAccV2):
+                boxes[name] = 100 * counts / images
+            else:
+                false, true = counts.flip(-1).cumsum(-1)
+                pixels[name] = 100 * torch.stack([true / true[-1], true / (true + false).clamp(min=1)])
+        base = result.metrics.get(key._replace(branch="softmax", clamp=False))
+        if base is not None and base is not metric and getattr(metric, "intervals", False):
+            differences |= _differences(key, metric, base)
+    return Curves(boxes, pixels, differences)
+
+
+def _differences(key: MetricKey, metric: ImageMetric, base: ImageMetric) -> Differences:
+    """The metric minus the base on the same images, by name and by the origin of the threshold."""
+    pairs: dict[str | None, tuple[ImageMetric, ImageMetric]] = {None: (metric, base)}
+    if isinstance(metric, BoxAccuracy) and isinstance(base, BoxAccuracy):
+        pairs = {"oracle": (metric, base), "fixed": (metric.at(FIXED), base.at(FIXED))}
+    found = Differences()
+    for origin, pair in pairs.items():
+        difference = paired(*pair)
+        named = difference if isinstance(difference, dict) else {key.metric: difference}
+        found |= {(key, name, origin): each for name, each in named.items()}
+    return found

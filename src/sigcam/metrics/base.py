@@ -7,14 +7,14 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self, cast
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from sigcam.core.errors import ConfigError, DataError
-from sigcam.metrics.boxes import THRESHOLDS, check_boxes
+from sigcam.metrics.boxes import THRESHOLDS, Mode, best_ious, check_boxes
 
 Value = Tensor | dict[str, Tensor]
 Ids = Sequence[str] | None
@@ -22,7 +22,6 @@ Ids = Sequence[str] | None
 UNIT_TOLERANCE = 1e-6  # resizing in float32 may leave [0, 1] by this much; values are clamped back
 IGNORED = 255  # mask value of pixels that do not count
 IOUS = (0.3, 0.5, 0.7)
-_BITS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
 
 
 class ImageMetric(Metric):
@@ -68,6 +67,20 @@ class ImageMetric(Metric):
         """The (B, H, W) maps on this metric's device, and a name for each image."""
         names = image_names(maps, ids, self.images)
         return unit(maps, "B, H, W", "maps", names, self.device), names
+
+    def check_boxed(self, maps: Tensor, boxes: Any, ids: Ids) -> tuple[Tensor, Tensor, Tensor, list[Any]]:
+        """The maps as from `check_maps`; all boxes, (sum of G, 4) int64, and the index of the image of each,
+        both on the CPU; the names."""
+        maps, names = self.check_maps(maps, ids)
+        same_length(boxes, "sets of boxes", names)
+        checked = list[Tensor]()
+        for name, given in zip(names, boxes, strict=True):
+            if given is None or not len(given):
+                raise DataError(f"image {name!r} has no ground-truth box: annotate it or leave it out.")
+            checked.append(torch.as_tensor(given).detach().cpu())
+        check_boxes(checked, maps.shape, names)
+        image = torch.tensor([i for i, each in enumerate(checked) for _ in each], dtype=torch.int64)
+        return maps, torch.cat([torch.zeros(0, 4), *checked]).long(), image, names
 
     def add(self, values: Tensor, ids: Ids) -> None:
         """Add a batch of checked values, (B, *shape)."""
@@ -152,7 +165,15 @@ class BoxAccuracy(ImageMetric):
     """Base class for the share of images with a box at IoU 0.3, 0.5, 0.7 and each of 1001 thresholds."""
 
     value_shape = (len(IOUS), len(THRESHOLDS))
+    contours: ClassVar[Mode]  # whose boxes count
     chosen: Tensor | None = None  # index of the threshold to compute at; None for the best
+
+    def update(self, maps: Tensor, boxes: Sequence[Tensor], ids: Ids = None) -> None:
+        """Add (B, H, W) maps in [0, 1] with one (G, 4) tensor of xyxy boxes in map pixels each."""
+        maps, truth, image, _ = self.check_boxed(maps, boxes, ids)
+        per_image = list(truth.split(image.bincount(minlength=len(maps)).tolist()))
+        ious = best_ious(maps, per_image, mode=self.contours)  # (B, T)
+        self.add(torch.stack([ious >= iou for iou in IOUS], 1), ids)
 
     def accuracies(self, counts: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
         """Percent of images and the threshold, both (..., 3), for counts (..., 3, T): at the best threshold
@@ -194,16 +215,14 @@ def packed(values: Tensor) -> Tensor:
     values = values.reshape(len(values), values.shape[1:].numel())
     if values.dtype != torch.bool:
         return values
-    padded = F.pad(values.byte(), (0, -values.shape[1] % 8))
-    eights = padded.view(len(values), padded.shape[1] // 8, 8)
-    return (eights * _BITS.to(values.device)).sum(-1, dtype=torch.uint8)
+    return torch.from_numpy(np.packbits(values.cpu().numpy(), axis=1)).to(values.device)
 
 
 def unpacked(rows: Tensor, width: int) -> Tensor:
     """Undo `packed`: flags as float32 (sums exact to 2^24), any other values as float64, (B, width)."""
     if rows.dtype != torch.uint8:
         return rows.double()
-    return (rows[:, :, None] & _BITS).ne(0).reshape(len(rows), rows.shape[1] * 8)[:, :width].float()
+    return torch.from_numpy(np.unpackbits(rows.numpy(), axis=1, count=width)).float()
 
 
 def _keys(ids: Ids, count: int) -> Tensor:
@@ -248,24 +267,10 @@ def unit(values: Tensor, dims: str, what: str, names: list[Any], device: torch.d
 def same_length(others: Any, what: str, names: list[Any]) -> None:
     """DataError unless there is one of `others` per image."""
     count = len(others) if hasattr(others, "__len__") else 0
-    if count < len(names):
-        raise DataError(f"{count} {what} for {len(names)} images: image {names[count]!r} has none.")
-    if count > len(names):
-        last = f"image {names[-1]!r}" if names else "none"
-        raise DataError(f"{count} {what} for {len(names)} images: the last image is {last}.")
-
-
-def ground_truth(boxes: Any, maps: Tensor, names: list[Any]) -> tuple[Tensor, Tensor]:
-    """All boxes of a batch, (sum of G, 4) int64, and the index of the image of each, on the CPU."""
-    same_length(boxes, "sets of boxes", names)
-    checked = list[Tensor]()
-    for name, given in zip(names, boxes, strict=True):
-        if given is None or not len(given):
-            raise DataError(f"image {name!r} has no ground-truth box: annotate it or leave it out.")
-        checked.append(torch.as_tensor(given).detach().cpu())
-    check_boxes(checked, maps.shape, names)
-    image = torch.tensor([i for i, each in enumerate(checked) for _ in each], dtype=torch.int64)
-    return torch.cat([torch.zeros(0, 4), *checked]).long(), image
+    if count != len(names):
+        last = f"the last image is {f'image {names[-1]!r}' if names else 'none'}"
+        problem = f"image {names[count]!r} has none" if count < len(names) else last
+        raise DataError(f"{count} {what} for {len(names)} images: {problem}.")
 
 
 def flags(values: Tensor, what: str, names: list[Any]) -> Tensor:
@@ -273,9 +278,8 @@ def flags(values: Tensor, what: str, names: list[Any]) -> Tensor:
     same_length(values, what, names)
     values = torch.as_tensor(values).detach()
     if values.ndim != 1 or not (values.dtype == torch.bool or ((values == 0) | (values == 1)).all()):
-        raise DataError(
-            f"{what} must be yes or no for each image, (B,) bool (the batch from image {names[0]!r} on)."
-        )
+        batch = f"the batch from image {names[0]!r} on"
+        raise DataError(f"{what} must be yes or no for each image, (B,) bool ({batch}).")
     return values.bool().cpu()
 
 
@@ -292,8 +296,7 @@ def object_masks(masks: Tensor | Sequence[Tensor | None], maps: Tensor, names: l
             raise DataError(f"the mask of image {name!r} is {sizes}: resize it (nearest neighbour).")
         if not ((mask == 0) | (mask == 1) | (mask == IGNORED)).all():
             values = sorted({round(float(v), 4) for v in mask.unique()[:8]})
-            raise DataError(
-                f"the mask of image {name!r} holds {values}: only 1 object, 0 background, 255 ignored."
-            )
+            kinds = "only 1 object, 0 background, 255 ignored"
+            raise DataError(f"the mask of image {name!r} holds {values}: {kinds}.")
         checked.append(mask.to(torch.uint8))
     return torch.stack(checked) if checked else maps.to(torch.uint8)

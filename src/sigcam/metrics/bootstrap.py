@@ -55,20 +55,16 @@ def paired(
     Images are matched by id; without ids, by order.
     """
     if type(a) is not type(b):
-        raise DataError(
-            f"cannot subtract {type(b).__name__} from {type(a).__name__}: use one metric for both."
-        )
+        kinds = f"{type(b).__name__} from {type(a).__name__}"
+        raise DataError(f"cannot subtract {kinds}: use one metric for both.")
     a.compute(), b.compute()  # raise if there are no images
     (rows_a, keys_a), (rows_b, keys_b) = a.table(), b.table()
-    if len(keys_a) != len(keys_b):
-        raise DataError(
-            f"{len(keys_a)} images against {len(keys_b)}: a pair needs the same images on both sides."
-        )
     if not torch.equal(keys_a, keys_b):
-        unmatched = len(set(map(tuple, keys_a.tolist())) ^ set(map(tuple, keys_b.tolist())))
-        raise DataError(
-            f"{unmatched} ids occur on one side only: a pair needs the same images on both sides."
-        )
+        problem = f"{len(keys_a)} images against {len(keys_b)}"
+        if len(keys_a) == len(keys_b):
+            unmatched = set(map(tuple, keys_a.tolist())) ^ set(map(tuple, keys_b.tolist()))
+            problem = f"{len(unmatched)} ids occur on one side only"
+        raise DataError(f"{problem}: a pair needs the same images on both sides.")
     if keys_a.any() and len(keys_a.unique(dim=0)) < len(keys_a):
         raise DataError("some ids occur more than once, so images cannot be paired: name each image once.")
     draws = _draws(len(rows_a), resamples, seed)

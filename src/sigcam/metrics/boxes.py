@@ -126,10 +126,8 @@ def check_boxes(boxes: Sequence[Tensor], shape: torch.Size, ids: Sequence[str] |
     for index, each in enumerate(boxes):
         image = _image_name(index, ids)
         if each.ndim != 2 or each.shape[1] != 4 or not len(each):
-            raise DataError(
-                f"{image} needs boxes of shape (G, 4) with G at least 1, not {tuple(each.shape)}: "
-                "give its annotation, or leave it out."
-            )
+            shape = f"boxes of shape (G, 4) with G at least 1, not {tuple(each.shape)}"
+            raise DataError(f"{image} needs {shape}: give its annotation, or leave it out.")
         for box in each.tolist():
             x0, y0, x1, y1 = box
             if any(value % 1 != 0 for value in box):  # true for NaN
@@ -137,10 +135,8 @@ def check_boxes(boxes: Sequence[Tensor], shape: torch.Size, ids: Sequence[str] |
             if x0 > x1 or y0 > y1:
                 raise DataError(f"{image} has an inverted box {box}: give x0, y0, x1, y1, the least first.")
             if x0 < 0 or y0 < 0 or x1 > width or y1 > height:
-                raise DataError(
-                    f"{image} has a box {box} beyond its {width} x {height} map: "
-                    "scale boxes to the map's size."
-                )
+                where = f"{image} has a box {box} beyond its {width} x {height}"
+                raise DataError(f"{where} map: scale boxes to the map's size.")
 
 
 def scaled_boxes(boxes: Tensor, size: tuple[int, int], out: tuple[int, int]) -> Tensor:
@@ -148,9 +144,7 @@ def scaled_boxes(boxes: Tensor, size: tuple[int, int], out: tuple[int, int]) -> 
 
     Multiplies before it divides, in float64: the other order may give other pixels (PROTOCOL 5.2).
     """
-    old, new = (
-        torch.tensor([*pair, *pair], dtype=torch.float64, device=boxes.device) for pair in (size, out)
-    )
+    old, new = torch.tensor([[*size, *size], [*out, *out]], dtype=torch.float64, device=boxes.device)
     return (boxes.double() * new / old).long()
 
 

@@ -28,20 +28,14 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Quality:
-    """Quality of a branch's scores on held-out images.
-
-    Args:
-        average_precision, auroc: of each class, NaN without held-out images of it; for one logit, of its
-            absence and its presence.
-        calibration: of the scores of all classes.
-        shifted: the same with log(pos_weight) subtracted from the logits.
-    """
+    """Quality of a branch's scores on held-out images: of each class, NaN without images of it, or of the
+    absence and presence of one logit; calibration over all classes."""
 
     images: int
     average_precision: tuple[float, ...]
     auroc: tuple[float, ...]
     calibration: Calibration
-    shifted: Calibration
+    shifted: Calibration  # with log(pos_weight) subtracted from the logits
 
     @property
     def mean_average_precision(self) -> float:
@@ -78,9 +72,7 @@ def average_precision(scores: Tensor, targets: Tensor) -> Tensor:
     without positives."""
     hits, ranks, last = _ranked(scores, targets)
     precision = hits / ranks  # (B, C), correct at the last of equal scores
-    gained = torch.diff(
-        torch.where(last, hits, 0.0).cummax(0).values, dim=0, prepend=torch.zeros_like(hits[:1])
-    )
+    gained = torch.where(last, hits, 0.0).cummax(0).values.diff(dim=0, prepend=torch.zeros_like(hits[:1]))
     return (precision * gained).sum(0) / hits[-1]
 
 

@@ -12,16 +12,14 @@ from torch.nn import functional as F
 from sigcam.core.errors import ConfigError, DataError
 from sigcam.metrics.base import (
     IGNORED,
-    IOUS,
     BoxAccuracy,
     Ids,
     ImageMetric,
     flags,
-    ground_truth,
     image_names,
     object_masks,
 )
-from sigcam.metrics.boxes import THRESHOLDS, Mode, best_ious, box_ious, boxes_at
+from sigcam.metrics.boxes import THRESHOLDS, box_ious, boxes_at
 
 _IOU_NAMES = ("30", "50", "70")
 
@@ -30,9 +28,7 @@ class MaxBoxAcc(BoxAccuracy):
     """Images whose largest contour's box meets a ground-truth box with IoU >= 0.5, at the threshold that is
     best for the images counted (V1 of Choe et al., 2020)."""
 
-    def update(self, maps: Tensor, boxes: Sequence[Tensor], ids: Ids = None) -> None:
-        """Add (B, H, W) maps in [0, 1] with one (G, 4) tensor of xyxy boxes in map pixels each."""
-        self.add(_located_at_ious(self, maps, boxes, ids, "largest"), ids)
+    contours = "largest"
 
     def percent(self, totals: Tensor, images: Tensor) -> Tensor:
         return self.accuracies(totals, images)[0][..., 1]
@@ -46,9 +42,7 @@ class MaxBoxAccV2(BoxAccuracy):
     """Images with any contour's box that meets a ground-truth box, at the threshold that is best for the
     images counted, for each IoU of 0.3, 0.5, 0.7, and their mean (Choe et al., 2020)."""
 
-    def update(self, maps: Tensor, boxes: Sequence[Tensor], ids: Ids = None) -> None:
-        """Add (B, H, W) maps in [0, 1] with one (G, 4) tensor of xyxy boxes in map pixels each."""
-        self.add(_located_at_ious(self, maps, boxes, ids, "all"), ids)
+    contours = "all"
 
     def percent(self, totals: Tensor, images: Tensor) -> dict[str, Tensor]:
         accuracy, threshold = self.accuracies(totals, images)
@@ -64,26 +58,13 @@ def without_peeking(
     the best on `val`; and "fixed". Only the last two need no test annotations."""
     if type(test) is not type(val):
         kinds = f"{type(test).__name__} and {type(val).__name__}"
-        raise ConfigError(
-            f"thresholds of different metrics cannot be compared ({kinds}): use one metric for both."
-        )
+        raise ConfigError(f"thresholds of {kinds} cannot be compared: use one metric for both.")
     columns = {
         "oracle": test.accuracy_at(test.best_threshold()),
         "transferred": test.accuracy_at(val.best_threshold()),
         "fixed": test.accuracy_at(fixed),
     }
     return {k: dict(v) if isinstance(v, Mapping) else {"max_box_acc": v} for k, v in columns.items()}
-
-
-def _located_at_ious(
-    metric: ImageMetric, maps: Tensor, boxes: Sequence[Tensor], ids: Ids, mode: Mode
-) -> Tensor:
-    """Whether each image is located at each IoU and threshold, (B, 3, T) bool."""
-    maps, names = metric.check_maps(maps, ids)
-    truth, image = ground_truth(boxes, maps, names)
-    per_image = list(truth.split(image.bincount(minlength=len(maps)).tolist()))
-    ious = best_ious(maps, per_image, mode=mode)  # (B, T)
-    return torch.stack([ious >= iou for iou in IOUS], 1)
 
 
 class _Located(ImageMetric):
@@ -107,8 +88,7 @@ class _Located(ImageMetric):
     def _add_located(
         self, maps: Tensor, boxes: Sequence[Tensor], ids: Ids, correct: Tensor | None = None
     ) -> None:
-        maps, names = self.check_maps(maps, ids)
-        truth, image = ground_truth(boxes, maps, names)
+        maps, truth, image, names = self.check_boxed(maps, boxes, ids)
         drawn = [box.cpu() for box in boxes_at(maps, self.threshold, "largest")]
         hits = box_ious(torch.cat([*drawn, truth[:0]])[image], truth) >= self.iou
         if self.boxes == "first":
@@ -153,9 +133,8 @@ class Top1Cls(ImageMetric):
 def in_top(scores: Tensor, labels: Tensor, k: int = 1) -> Tensor:
     """Whether each label is among the k best of its row of (B, C) scores, (B,) bool; ties go to the first."""
     if scores.ndim != 2 or labels.shape != scores.shape[:1]:
-        raise DataError(
-            f"scores must be (B, C), labels (B,), not {tuple(scores.shape)}, {tuple(labels.shape)}."
-        )
+        shapes = f"{tuple(scores.shape)}, {tuple(labels.shape)}"
+        raise DataError(f"scores must be (B, C), labels (B,), not {shapes}.")
     if scores.isnan().any() or ((labels < 0) | (labels >= scores.shape[1])).any():
         raise DataError(f"scores must not be NaN and labels must be in 0..{scores.shape[1] - 1}.")
     label_score = scores.gather(1, labels[:, None])
@@ -211,8 +190,7 @@ class PointingGame(ImageMetric):
 
     def update(self, maps: Tensor, boxes: Sequence[Tensor], ids: Ids = None) -> None:
         """Add (B, H, W) maps in [0, 1] with one (G, 4) tensor of boxes each, the last pixel inside."""
-        maps, names = self.check_maps(maps, ids)
-        truth, image = ground_truth(boxes, maps, names)
+        maps, truth, image, _ = self.check_boxed(maps, boxes, ids)
         peak = maps.flatten(1).argmax(1).cpu()
         point = torch.stack([peak % maps.shape[2], peak // maps.shape[2]], 1)[image]  # x, y
         offset = torch.maximum(truth[:, :2] - point, point - truth[:, 2:]).clamp(min=0)
@@ -228,8 +206,7 @@ class EnergyInBox(ImageMetric):
 
     def update(self, maps: Tensor, boxes: Sequence[Tensor], ids: Ids = None) -> None:
         """Add (B, H, W) maps in [0, 1] with one (G, 4) tensor of boxes each, the last pixel inside."""
-        maps, names = self.check_maps(maps, ids)
-        truth, image = ground_truth(boxes, maps, names)
+        maps, truth, image, _ = self.check_boxed(maps, boxes, ids)
         inside = torch.zeros(maps.shape, dtype=torch.bool)
         for i, (x0, y0, x1, y1) in zip(image.tolist(), truth.tolist(), strict=True):
             inside[i, y0 : y1 + 1, x0 : x1 + 1] = True

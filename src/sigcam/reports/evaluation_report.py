@@ -11,10 +11,9 @@ from torch import Tensor
 from sigcam.core.manifest import provenance
 from sigcam.drawing.charts import Line, line_chart
 from sigcam.drawing.overlay import TRUTH_COLOUR, overlay, with_boxes
-from sigcam.evaluation.curves import Curves
 from sigcam.evaluation.examples import Example, Examples, compared
 from sigcam.evaluation.registry import METRICS, metric_of
-from sigcam.evaluation.result import FIXED, MetricKey, Result, Row, number_label, variant_words
+from sigcam.evaluation.result import FIXED, Curves, MetricKey, Result, Row, number_label, variant_words
 from sigcam.methods.explanation import data_uri
 from sigcam.metrics.base import IOUS
 from sigcam.metrics.boxes import THRESHOLDS

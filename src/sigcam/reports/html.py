@@ -1,7 +1,4 @@
-"""Pages: one self-contained HTML file of tables, charts and images.
-
-All text is escaped; charts come from `sigcam.drawing.charts`.
-"""
+"""Pages: one self-contained HTML file of tables, charts and images; all text is escaped."""
 
 from __future__ import annotations
 
@@ -20,21 +17,14 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 @dataclass(frozen=True)
 class Number:
-    """A number in a table.
-
-    Args:
-        low, high: ends of its interval.
-        difference: difference from the baseline row, and the ends of its interval.
-        better: whether the difference is significantly better (True) or worse (False).
-        note: text below the number.
-    """
+    """A number in a table."""
 
     value: float
-    low: float | None = None
+    low: float | None = None  # ends of its interval
     high: float | None = None
-    difference: tuple[float, float, float] | None = None
-    better: bool | None = None
-    note: str = ""
+    difference: tuple[float, float, float] | None = None  # from the baseline row, and ends of its interval
+    better: bool | None = None  # whether the difference is significantly better (True) or worse (False)
+    note: str = ""  # text below the number
     digits: int = 2
 
     @property
@@ -83,39 +73,26 @@ class Figure:
 
 @dataclass(frozen=True)
 class Card:
-    """One image of a gallery.
-
-    Args:
-        group: value of the gallery's filter.
-        keys: values to sort by; None if missing.
-        scores: name, probability and evidence (or None) of its likely classes.
-        facts: (name, text) pairs.
-        notes: warnings.
-    """
+    """One image of a gallery."""
 
     title: str
     shots: Sequence[Shot]
-    group: str = ""
-    keys: Mapping[str, float | None] = field(default_factory=dict)
-    scores: Sequence[tuple[str, float, float | None]] = ()
-    facts: Sequence[tuple[str, str]] = ()
-    notes: Sequence[str] = ()
+    group: str = ""  # value of the gallery's filter
+    keys: Mapping[str, float | None] = field(default_factory=dict)  # values to sort by; None if missing
+    scores: Sequence[tuple[str, float, float | None]] = ()  # name, probability, evidence of likely classes
+    facts: Sequence[tuple[str, str]] = ()  # (name, text) pairs
+    notes: Sequence[str] = ()  # warnings
 
 
 @dataclass(frozen=True)
 class Gallery:
-    """Cards that can be filtered if there are several groups, and sorted if there are keys.
-
-    Args:
-        grouped_by: label of the filter.
-        signed: the maps are signed, in logits.
-    """
+    """Cards that can be filtered if there are several groups, and sorted if there are keys."""
 
     cards: Sequence[Card]
-    grouped_by: str = ""
+    grouped_by: str = ""  # label of the filter
     title: str = ""
     foot: str = ""
-    signed: bool = False
+    signed: bool = False  # the maps are signed, in logits
     template: ClassVar[str] = "gallery.html"
 
     @property
@@ -154,21 +131,14 @@ Part = ReportTable | Charts | Figure | Gallery | NoteList
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with its parts.
-
-    Args:
-        intro: paragraph before the parts.
-        empty: text to show if there are no parts.
-        foot: small print after the parts.
-        command: the command that made it.
-    """
+    """A heading with its parts."""
 
     title: str
     parts: Sequence[Part] = ()
-    intro: str = ""
-    empty: str = ""
-    foot: str = ""
-    command: str = ""
+    intro: str = ""  # paragraph before the parts
+    empty: str = ""  # text to show if there are no parts
+    foot: str = ""  # small print after the parts
+    command: str = ""  # the command that made it
 
 
 def render_page(
@@ -189,17 +159,20 @@ def render_page(
         warnings: shown above everything else.
         command, made: how and when it was made, in the footer.
     """
-    page = _templates().get_template("page.html")
-    text = page.render(
-        title=title,
-        sections=sections,
-        lead=lead,
-        facts=facts,
-        warnings=warnings,
-        command=command,
-        made=made,
-        css=(TEMPLATES / "page.css").read_text(),
-        script=(TEMPLATES / "page.js").read_text(),
+    text = (
+        _templates()
+        .get_template("page.html")
+        .render(
+            title=title,
+            sections=sections,
+            lead=lead,
+            facts=facts,
+            warnings=warnings,
+            command=command,
+            made=made,
+            css=(TEMPLATES / "page.css").read_text(),
+            script=(TEMPLATES / "page.js").read_text(),
+        )
     )
     return str(text)
 
@@ -220,10 +193,5 @@ def _templates() -> Any:
     require_report_extra()
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    return Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    options: Any = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+    return Environment(loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, **options)
