@@ -70,7 +70,12 @@ def collect_examples(
     """Draw the maps of randomly chosen images by the first method that was evaluated: of the labels' classes
     where there are boxes to locate, otherwise of the predicted ones, as `evaluate` does."""
     assert net.transform is not None
-    samples, labelled = _with_net_labels(samples, net)
+    labelled = all(sample.label is not None for sample in samples)
+    if labelled:
+        try:
+            samples = match_classes(samples, net.classes, net.class_names)
+        except DataError:  # labels that the classifier does not know
+            labelled = False
     boxed = all(sample.boxes for sample in samples)
     variants = _first_method(result)
     pair = compared(variants)
@@ -105,16 +110,6 @@ def collect_examples(
             examples.append(example)
         progress("report", len(examples), len(subset))
     return Examples(net, samples, variants, labelled, boxed, tuple(examples))
-
-
-def _with_net_labels(samples: Samples, net: DualBranch) -> tuple[Samples, bool]:
-    """The samples with the classifier's labels, and whether all have one that it knows."""
-    if any(sample.label is None for sample in samples):
-        return samples, False
-    try:
-        return match_classes(samples, net.classes, net.class_names), True
-    except DataError:
-        return samples, False
 
 
 def _first_method(result: Result) -> tuple[Variant, ...]:

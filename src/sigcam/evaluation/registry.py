@@ -10,24 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sigcam import metrics
 from sigcam.core.errors import ConfigError, DataError
 from sigcam.core.types import ImageSize
 from sigcam.data.images import resize_mask
 from sigcam.data.sample import Sample
 from sigcam.metrics.base import ImageMetric
 from sigcam.metrics.boxes import scaled_boxes
-from sigcam.metrics.fidelity import AverageDrop, Deletion, IncreaseInConfidence, Insertion, MeanMap
-from sigcam.metrics.localization import (
-    EnergyInBox,
-    GTKnownLoc,
-    MaxBoxAcc,
-    MaxBoxAccV2,
-    PointingGame,
-    PxAP,
-    Top1Cls,
-    Top1Loc,
-    Top5Loc,
-)
 
 Need = Literal["boxes", "masks", "labels", "a network"]
 _ANNOTATIONS = {"boxes": "boxes", "masks": "open_mask", "labels": "label"}  # need -> field of a Sample
@@ -50,28 +39,19 @@ class BatchRecord:
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """Everything `evaluate`, the commands and the reports know about a metric.
+    """Everything `evaluate`, the commands and the reports know about a metric."""
 
-    Args:
-        make: a `torchmetrics.Metric` class, or a partial of one; an `ImageMetric` also has intervals.
-        inputs: returns the arguments of the metric's `update` for a batch and a scorer (None unless `uses` is
-            "scores"); an `ImageMetric` is also given `ids`.
-        needs: what the metric cannot be measured without.
-        uses: the part of `BatchRecord` that must be computed; "correct" is measured once, without maps.
-        measured: whether it is measured if no metrics are named.
-        title: heading in tables; by default the metric's name in words.
-        unit: of the value.
-        numbers: names of the values, if `compute` returns a dict.
-    """
-
-    make: Callable[..., Any]
-    inputs: Callable[[BatchRecord, Any], tuple[Any, ...]]
-    needs: tuple[Need, ...] = ()
+    make: Callable[..., Any]  # a `torchmetrics.Metric` class, or a partial; an `ImageMetric` has intervals
+    # Returns the arguments of `update` for a batch and a scorer (None unless `uses` is "scores"); an
+    # `ImageMetric` is also given `ids`.
+    inputs: Callable[[BatchRecord, Any], Sequence[Any]]
+    needs: tuple[Need, ...] = ()  # what the metric cannot be measured without
+    # The part of `BatchRecord` that must be computed; "correct" is measured once, without maps.
     uses: Literal["maps", "predicted_maps", "scores", "curves", "correct"] = "maps"
-    measured: Literal["always", "with several boxes", "on request"] = "always"
-    title: str = ""
-    unit: str = "%"
-    numbers: tuple[str, ...] = ()
+    measured: Literal["always", "with several boxes", "on request"] = "always"  # if no metrics are named
+    title: str = ""  # heading in tables; by default the metric's name in words
+    unit: str = "%"  # of the value
+    numbers: tuple[str, ...] = ()  # names of the values, if `compute` returns a dict
 
     @property
     def metric_class(self) -> Any:
@@ -112,27 +92,31 @@ def _top(k: int) -> Callable[[BatchRecord, Any], tuple[Any, ...]]:
 
 METRICS: dict[str, MetricSpec] = {
     "max_box_acc_v2": _boxed(
-        MaxBoxAccV2, numbers=("max_box_acc_v2", "max_box_acc_30", "max_box_acc_50", "max_box_acc_70")
+        metrics.MaxBoxAccV2, numbers=("max_box_acc_v2", "max_box_acc_30", "max_box_acc_50", "max_box_acc_70")
     ),
-    "max_box_acc": _boxed(MaxBoxAcc, measured="on request"),
-    "gt_known_loc": _boxed(GTKnownLoc),
-    "gt_known_loc_first": _boxed(partial(GTKnownLoc, boxes="first"), measured="with several boxes"),
-    "top1_loc": _boxed_correct(Top1Loc, _top(1)),
-    "top1_loc_first": _boxed_correct(partial(Top1Loc, boxes="first"), _top(1), measured="with several boxes"),
-    "top5_loc": _boxed_correct(Top5Loc, _top(5), measured="on request"),
-    "pxap": MetricSpec(PxAP, lambda batch, _: (batch.maps, batch.masks), ("masks",)),
-    "pointing_game": _boxed(PointingGame),
-    "energy_in_box": _boxed(EnergyInBox),
-    "top1_cls": MetricSpec(Top1Cls, lambda batch, _: (batch.correct[1],), ("labels", "a network"), "correct"),
-    "average_drop": _scored(AverageDrop),
-    "increase_in_confidence": _scored(IncreaseInConfidence),
+    "max_box_acc": _boxed(metrics.MaxBoxAcc, measured="on request"),
+    "gt_known_loc": _boxed(metrics.GTKnownLoc),
+    "gt_known_loc_first": _boxed(partial(metrics.GTKnownLoc, boxes="first"), measured="with several boxes"),
+    "top1_loc": _boxed_correct(metrics.Top1Loc, _top(1)),
+    "top1_loc_first": _boxed_correct(
+        partial(metrics.Top1Loc, boxes="first"), _top(1), measured="with several boxes"
+    ),
+    "top5_loc": _boxed_correct(metrics.Top5Loc, _top(5), measured="on request"),
+    "pxap": MetricSpec(metrics.PxAP, lambda batch, _: (batch.maps, batch.masks), ("masks",)),
+    "pointing_game": _boxed(metrics.PointingGame),
+    "energy_in_box": _boxed(metrics.EnergyInBox),
+    "top1_cls": MetricSpec(
+        metrics.Top1Cls, lambda batch, _: (batch.correct[1],), ("labels", "a network"), "correct"
+    ),
+    "average_drop": _scored(metrics.AverageDrop),
+    "increase_in_confidence": _scored(metrics.IncreaseInConfidence),
     "mean_map": MetricSpec(
-        MeanMap,
+        metrics.MeanMap,
         lambda batch, _: (batch.maps if batch.predicted_maps is None else batch.predicted_maps,),
         uses="predicted_maps",
     ),
-    "insertion": _on_curve(Insertion, lambda batch, _: batch.curves[:1]),
-    "deletion": _on_curve(Deletion, lambda batch, _: batch.curves[1:]),
+    "insertion": _on_curve(metrics.Insertion, lambda batch, _: batch.curves[:1]),
+    "deletion": _on_curve(metrics.Deletion, lambda batch, _: batch.curves[1:]),
 }
 
 

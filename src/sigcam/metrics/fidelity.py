@@ -62,21 +62,18 @@ class Insertion(ImageMetric):
 
     def update(self, scores: Tensor, ids: Ids = None) -> None:
         """Add (B, S + 1) probabilities, from before the first pixel to after the last."""
-        self.add(_area(self, scores, ids), ids)
+        names = image_names(scores, ids, self.images)
+        scores = unit(scores, "B, S + 1", "scores", names, self.device).double()
+        if len(scores) and scores.shape[1] < 2:
+            batch = f"the batch from image {names[0]!r} on"
+            raise DataError(f"a curve needs two scores or more, not one ({batch}).")
+        self.add(torch.trapezoid(scores, dx=1 / (scores.shape[1] - 1)), ids)
 
 
 class Deletion(Insertion):
     """Area under the class's probability while pixels are deleted; lower is better (RISE)."""
 
     higher_is_better = False
-
-
-def _area(metric: ImageMetric, scores: Tensor, ids: Ids) -> Tensor:
-    names = image_names(scores, ids, metric.images)
-    scores = unit(scores, "B, S + 1", "scores", names, metric.device).double()
-    if len(scores) and scores.shape[1] < 2:
-        raise DataError(f"a curve needs two scores or more, not one (the batch from image {names[0]!r} on).")
-    return torch.trapezoid(scores, dx=1 / (scores.shape[1] - 1))
 
 
 def insertion_deletion_curves(

@@ -10,15 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigcam.core.errors import ConfigError, DataError
-from sigcam.metrics.base import (
-    IGNORED,
-    BoxAccuracy,
-    Ids,
-    ImageMetric,
-    flags,
-    image_names,
-    object_masks,
-)
+from sigcam.metrics.base import IGNORED, BoxAccuracy, Ids, ImageMetric, flags, image_names, object_masks
 from sigcam.metrics.boxes import THRESHOLDS, box_ious, boxes_at
 
 _IOU_NAMES = ("30", "50", "70")

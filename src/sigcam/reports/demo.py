@@ -1,4 +1,4 @@
-"""The demo: the whole job offline, on synthetic images and the embedded model."""
+"""The demo: the whole job offline, on synthetic images and the embedded model, with a report."""
 
 from __future__ import annotations
 
@@ -73,9 +73,8 @@ def run_demo(
     classifier.model.to(memory_format=torch.channels_last)
 
     train_probe(classifier, train, seed=seed, progress=_staged("classifier", progress))
-    save_classifier(
-        output / "classifier.safetensors", classifier.model, spec="embedded", classes=train.classes
-    )
+    path = output / "classifier.safetensors"
+    save_classifier(path, classifier.model, spec="embedded", classes=train.classes)
     before = _predictions(classifier, test)
     weights = fingerprint(classifier.model)
 
@@ -119,15 +118,8 @@ def run_demo(
     distortions_figure(net, test[:64]).save(figures["distortions"])
     if can_report():
         write_text_atomic(output / "report.html", demo_page(table, figures, net, test[:SHOWN]))
-    write_manifest(
-        output,
-        model="embedded",
-        model_fingerprint=weights,
-        data_fingerprint=data_fingerprint(train),
-        seed=seed,
-        losses=fitted.losses,
-        numbers=table,
-    )
+    fingerprints = {"model_fingerprint": weights, "data_fingerprint": data_fingerprint(train)}
+    write_manifest(output, model="embedded", **fingerprints, seed=seed, losses=fitted.losses, numbers=table)
     return table
 
 
@@ -197,19 +189,13 @@ def demo_page(
         ],
         foot="Of the thresholded map with the object's mask, at the threshold that was best on other images.",
     )
+    scores = list[tuple[str, list[Number]]]()
+    for row in table["nothing_there"]:
+        shares = [Number(100 * row[f"above_half_{which}"], digits=1) for which in ("with_bird", "without")]
+        scores.append((row["score"], [*shares, Number(row["auroc"], digits=3)]))
     presence = ReportTable(
         ("score of the best class", "above 0.5 with a bird, %", "above 0.5 without, %", "AUROC"),
-        [
-            (
-                row["score"],
-                [
-                    Number(100 * row["above_half_with_bird"], digits=1),
-                    Number(100 * row["above_half_without"], digits=1),
-                    Number(row["auroc"], digits=3),
-                ],
-            )
-            for row in table["nothing_there"]
-        ],
+        scores,
         foot="AUROC: the chance that a picture with a bird scores higher than a scene without one.",
     )
     captions = {
@@ -250,6 +236,7 @@ def _both_heads(net: DualBranch, sample: Sample, classes: Sequence[str]) -> Card
     """One image with the maps of both heads."""
     image = sample.open()
     softmax, sigmoid = (explain(net, [image], branch=branch) for branch in BOTH_HEADS)
+    top = sigmoid.rows()[0]["top"]
     name, label = softmax.name(int(softmax.classes[0])), classes[sample.label or 0]
     return Card(
         label,
@@ -263,8 +250,6 @@ def _both_heads(net: DualBranch, sample: Sample, classes: Sequence[str]) -> Card
             "evidence": float(sigmoid.evidence[0]),
             "disagreement of the heads' maps": float(disagreement(softmax.maps[0], sigmoid.maps[0])),
         },
-        scores=[
-            (each["class_name"], each["probability"], each["evidence"]) for each in sigmoid.rows()[0]["top"]
-        ],
+        scores=[(each["class_name"], each["probability"], each["evidence"]) for each in top],
         notes=[] if name == label else [f"taken for {name}"],
     )

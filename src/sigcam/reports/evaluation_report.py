@@ -97,10 +97,8 @@ def _tables(result: Result, curves: Curves) -> Section:
     if any(row["low"] is not None for row in result.rows):
         foot = "Below a number are the ends of its 95 % bootstrap interval"
         if curves.differences:
-            foot += (
-                ", then its difference from the softmax head's signed maps on the same images with a paired "
-                "interval, marked where that excludes zero"
-            )
+            foot += ", then its difference from the softmax head's signed maps on the same images with a "
+            foot += "paired interval, marked where that excludes zero"
         foot += "."
     return Section("Numbers", tables, empty="No number that needs a map was asked for.", foot=foot)
 
@@ -115,33 +113,26 @@ def _number(row: Row, result: Result, curves: Curves) -> Number:
         higher = METRICS[metric].higher_is_better
         better = None if higher is None else (difference.value > 0) == higher
     threshold = row["threshold"] if row["threshold_from"] in ("oracle", "transferred") else None
-    return Number(
-        row["value"],
-        row["low"],
-        row["high"],
-        None if difference is None else (difference.value, difference.low, difference.high),
-        better,
-        "" if threshold is None else f"at {threshold:g}",
-    )
+    note = "" if threshold is None else f"at {threshold:g}"
+    apart = None if difference is None else (difference.value, difference.low, difference.high)
+    return Number(row["value"], row["low"], row["high"], apart, better, note)
 
 
 def _threshold_curves(curves: Curves) -> Section:
     """Box accuracy against the threshold, and precision against recall."""
-    parts = list[Charts]()
-    for method, names in _by_method(list(dict.fromkeys((*curves.boxes, *curves.pixels)))).items():
+    parts, groups = list[Charts](), dict[str, list[str]]()
+    variants = dict.fromkeys((*curves.boxes, *curves.pixels))
+    for name in variants:  # all in one chart, or one chart per method if there are many
+        groups.setdefault(name.split()[0] if len(variants) > MAX_LINES else "", []).append(name)
+    for method, names in groups.items():
         boxed = [(name, curves.boxes[name]) for name in names if name in curves.boxes]
         masked = [(name, curves.pixels[name]) for name in names if name in curves.pixels]
         figures = [_box_chart(boxed, i) for i in range(len(IOUS))] if boxed else []
         figures += [_pixel_chart(masked)] if masked else []
         parts.append(Charts(figures, method))
     intro = f"Any contour's box counts. Dots: the best threshold. Dashed: {FIXED}." if curves.boxes else ""
-    return Section(
-        "Thresholds",
-        parts,
-        intro,
-        "The data has no boxes and no masks, or neither max_box_acc_v2 nor pxap was measured, so there are "
-        "no curves.",
-    )
+    missing = "The data has no boxes and no masks, or neither max_box_acc_v2 nor pxap was measured"
+    return Section("Thresholds", parts, intro, f"{missing}, so there are no curves.")
 
 
 def _box_chart(curves: Sequence[tuple[str, Tensor]], i: int) -> str:
@@ -168,21 +159,11 @@ def _pixel_chart(curves: Sequence[tuple[str, Tensor]]) -> str:
     return line_chart("pixels of the object", lines, **axes)
 
 
-def _by_method(names: Sequence[str]) -> dict[str, list[str]]:
-    """The names by chart title: all in one chart, or one chart per method if there are many."""
-    groups = dict[str, list[str]]()
-    for name in names:
-        groups.setdefault(name.split()[0] if len(names) > MAX_LINES else "", []).append(name)
-    return groups
-
-
 def _reliability(examples: Examples) -> Section:
     """How often the predicted class is right, by its probability and by its evidence."""
     if not examples.labelled:
-        return Section(
-            "Reliability",
-            empty="The data has no labels that the classifier knows, so nothing is right or wrong.",
-        )
+        empty = "The data has no labels that the classifier knows, so nothing is right or wrong."
+        return Section("Reliability", empty=empty)
     right = torch.tensor([examples.samples[e.index].label == e.predicted for e in examples.images])[:, None]
     scores = {"softmax probability": [e.probability for e in examples.images]}
     if examples.net.fitted:
@@ -197,15 +178,14 @@ def _reliability(examples: Examples) -> Section:
         ]
         lines.append(Line(f"{name}, error {found.error:.3f}", [dot[:2] for dot in dots], dots, faint=True))
     chart = line_chart("the predicted class", lines, x_name="its score", y_name="right, %", diagonal=True)
-    intro = (
-        f"{_which_images(examples)} Larger dots stand for more images; a frequency lies on the dashed line."
-    )
-    intro += (
-        " Evidence is a frequency only if the branch was calibrated: with positives weighted, it is the odds "
+    evidence = (
+        "Evidence is a frequency only if the branch was calibrated: with positives weighted, it is the odds "
         "against an average class."
         if examples.net.fitted
-        else " The sigmoid branch is not fitted, so there is no evidence to show."
+        else "The sigmoid branch is not fitted, so there is no evidence to show."
     )
+    dots_text = "Larger dots stand for more images; a frequency lies on the dashed line."
+    intro = f"{_which_images(examples)} {dots_text} {evidence}"
     return Section("Reliability", [Charts([chart])], intro=intro)
 
 
@@ -229,7 +209,12 @@ def _example_sections(examples: Examples) -> list[Section]:
         )
     intro = f"{_which_images(examples)} {order}"
     sections = [
-        Section(title, [_gallery(examples, some)] if some else (), intro, "Too few images.")
+        Section(
+            title,
+            [Gallery([_card(examples, each) for each in some])] if some else (),
+            intro,
+            "Too few images.",
+        )
         for title, some in (("Best images", ranked[:half]), ("Worst images", ranked[::-1][:half]))
     ]
     title, pair = "Where the branches disagree", compared(examples.variants)
@@ -239,11 +224,8 @@ def _example_sections(examples: Examples) -> list[Section]:
     both = " and ".join(variant_words(examples.variants[i]._asdict()) for i in pair)
     order = f"By 1 minus the overlap of the maps of {both}: 0 is equal, 1 nothing in common."
     intro = f"{_which_images(examples)} {order}"
-    return [*sections, Section(title, [_gallery(examples, disagreeing)], intro)]
-
-
-def _gallery(examples: Examples, shown: Sequence[Example]) -> Gallery:
-    return Gallery([_card(examples, example) for example in shown])
+    gallery = Gallery([_card(examples, each) for each in disagreeing])
+    return [*sections, Section(title, [gallery], intro)]
 
 
 def _card(examples: Examples, example: Example) -> Card:
@@ -255,10 +237,8 @@ def _card(examples: Examples, example: Example) -> Card:
         name = variant_words(variant._asdict()).partition(" ")[2] or variant.method
         drawn = overlay(image, example.maps[i] / 255)
         drawn = with_boxes(with_boxes(drawn, example.truth, TRUTH_COLOUR), [example.boxes[i]])
-        caption = (
-            f"{name}: IoU {example.ious[i]:.2f}" if examples.boxed else f"{name}: drop {example.drops[i]:.2f}"
-        )
-        caption += "" if example.maps[i].any() else ", blank map"
+        measure = f"IoU {example.ious[i]:.2f}" if examples.boxed else f"drop {example.drops[i]:.2f}"
+        caption = f"{name}: {measure}" + ("" if example.maps[i].any() else ", blank map")
         shots.append(Shot(data_uri(drawn, JPEG_QUALITY), f"map of {sample.id} by {name}", caption))
     facts = []
     if examples.labelled and sample.label is not None:

@@ -59,7 +59,7 @@ def explain_page(
             other_map = None if other is None else other.first_maps()[i].cpu()
             cards.append(_card(row, name, input_image(net, image), values[i], other_map))
         progress("report", len(cards), len(shown))
-    head = f"{first['branch']} branch" if first["branch"] == "sigmoid" else f"{first['branch']} head"
+    head = "sigmoid branch" if first["branch"] == "sigmoid" else f"{first['branch']} head"
     weights = "clamped" if first["clamp"] else "signed weights"
     intro = (
         "Probability says which class, by the softmax head; evidence says whether it is there at all, by "

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.nn import functional as F
 
 from sigcam.data.sample import Samples
 from sigcam.drawing.overlay import colours, grid, overlay, with_outline
@@ -31,21 +31,12 @@ def maps_figure(net: DualBranch, samples: Samples, rows: int = 6) -> Any:
         shown.add(sample.label)
         truth = with_outline(image, sample.open_mask())
         images.append([image, truth, overlay(image, softmax.maps[0]), overlay(image, sigmoid.maps[0])])
-        captions.append(
-            [
-                samples.classes[sample.label],
-                "object mask",
-                f"probability {float(softmax.probability[0]):.3f}",
-                f"evidence {float(sigmoid.evidence[0]):.3f}",
-            ]
-        )
+        scores = f"probability {softmax.probability[0]:.3f}", f"evidence {sigmoid.evidence[0]:.3f}"
+        captions.append([samples.classes[sample.label], "object mask", *scores])
         if len(images) == rows:
             break
-    return grid(
-        images,
-        columns=("input", "ground truth", "Grad-CAM, softmax head", "Grad-CAM, sigmoid branch"),
-        captions=captions,
-    )
+    columns = "input", "ground truth", "Grad-CAM, softmax head", "Grad-CAM, sigmoid branch"
+    return grid(images, columns=columns, captions=captions)
 
 
 def distortions_figure(net: DualBranch, samples: Samples) -> Any:
@@ -60,8 +51,9 @@ def distortions_figure(net: DualBranch, samples: Samples) -> Any:
     weight = layer.get_parameter("weight")
     original = weight.detach().clone()
     features = double(image).features[0]
-    outside = _outside(torch.from_numpy(sample.open_mask()) == 1, features.shape[-2:])
-    channel = int((features * outside.to(features)).mean((1, 2)).argmax())  # strongest outside the object
+    mask = (torch.from_numpy(sample.open_mask()) == 1).to(features)[None]
+    outside = 1 - F.adaptive_max_pool2d(mask, list(features.shape[-2:]))  # 1 in cells without the object
+    channel = int((features * outside).mean((1, 2)).argmax())  # strongest outside the object
     spread = float(original.std())
     shifts = (
         ("as trained", 0.0, slice(0, 0)),
@@ -76,22 +68,11 @@ def distortions_figure(net: DualBranch, samples: Samples) -> Any:
             weight[:, channels] += delta
         forward = double.run(image, grad=True)
         top = forward.softmax.softmax(1)[0].sort(descending=True).values
-        texts = (
-            f"probabilities {top[0]:.6f}, {top[1]:.6f}",
-            f"evidence {forward.sigmoid[0, label].sigmoid():.6f}",
-        )
+        evidence = forward.sigmoid[0, label].sigmoid()
+        texts = f"probabilities {top[0]:.6f}, {top[1]:.6f}", f"evidence {evidence:.6f}"
         for row, branch in enumerate(BOTH_HEADS):
             ex = explain_pass(double, forward, MapConfig(branch=branch))
             rows[row].append(colours(ex.maps[0]))
             captions[row].append(texts[row] + ("\nblank map" if bool(ex.blank[0]) else ""))
-    return grid(
-        rows,
-        columns=("input", *(f"{name}\ndelta = {delta:+.2f}" for name, delta, _ in shifts)),
-        captions=captions,
-    )
-
-
-def _outside(mask: Tensor, size: torch.Size) -> Tensor:
-    """1 for cells (P, Q) without any pixel of the object, 0 for the others."""
-    pooled = torch.nn.functional.adaptive_max_pool2d(mask.float()[None, None], (size[0], size[1]))
-    return 1 - pooled[0, 0]
+    columns = "input", *(f"{name}\ndelta = {delta:+.2f}" for name, delta, _ in shifts)
+    return grid(rows, columns=columns, captions=captions)

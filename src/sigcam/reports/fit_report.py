@@ -78,11 +78,8 @@ def plot_fit(result: FitResult, path: Path) -> bool:
     FigureCanvasAgg(figure)
     loss, search, classes, reliable = figure.subplots(2, 2).flat
     loss.plot(range(len(result.losses)), result.losses, marker="o", color=BLUE)
-    loss.set(
-        title="loss",
-        xlabel="epoch, or step: first without the held-out images, then with all",
-        ylabel="mean over classes",
-    )
+    epochs = "epoch, or step: first without the held-out images, then with all"
+    loss.set(title="loss", xlabel=epochs, ylabel="mean over classes")
     if result.search:
         strengths, scores = zip(*result.search, strict=True)
         search.semilogx(strengths, [100 * score for score in scores], marker="o", color=BLUE)
@@ -96,10 +93,8 @@ def plot_fit(result: FitResult, path: Path) -> bool:
         classes.plot(range(1, len(precisions) + 1), precisions, color=BLUE)
         classes.set_ylim(0, 103)
         reliable.plot([0, 1], [0, 1], color="0.6", linewidth=1)
-        for name, colour, bins in (
-            ("as fitted", BLUE, quality.calibration),
-            ("less log(positive weight)", RED, quality.shifted),
-        ):
+        shifted = "less log(positive weight)", RED, quality.shifted
+        for name, colour, bins in (("as fitted", BLUE, quality.calibration), shifted):
             filled = [i for i, count in enumerate(bins.count) if count]
             points = [bins.score[i] for i in filled], [bins.share[i] for i in filled]
             label = f"{name}: error {bins.error:.3f}"

@@ -36,6 +36,8 @@ MAX_DAMAGED = 5  # damaged files to list
 def model_facts(classifier: Classifier, net: DualBranch) -> dict[str, str]:
     """Return what a user may want to check, or to change, before drawing maps, by name."""
     split, size = net.split, net.split.fold.image
+    last = {(p, q): f"{name} ({n} x {p} x {q})" for name, n, p, q in split.spatial}  # layer on each grid
+    finer = [text for grid, text in last.items() if grid[0] > split.fold.grid[0]]
     same = {title: "; ".join(map(" = ".join, groups)) for title, groups in coinciding(net).items()}
     return {
         "model": classifier.name,
@@ -51,7 +53,7 @@ def model_facts(classifier: Classifier, net: DualBranch) -> dict[str, str]:
         "methods": ", ".join(usable_methods(net)),
         **{f"the same map, {title}": groups or "none" for title, groups in same.items()},
         "branch parameters": f"{sum(p.numel() for p in net.parameters() if p.requires_grad):,}",
-        "finer layers": "; ".join(_finer_layers(net)) or "none",
+        "finer layers": "; ".join(finer) or "none",
         "preprocessing": str(classifier.transform),
     }
 
@@ -198,9 +200,3 @@ def coinciding(net: DualBranch) -> dict[str, list[list[str]]]:
                 names.append(method)
         coincide[title] = [names for _, names in groups if len(names) > 1]
     return coincide
-
-
-def _finer_layers(net: DualBranch) -> list[str]:
-    """Return the last layer on each finer grid that the network passes through."""
-    last = {(p, q): f"{name} ({n} x {p} x {q})" for name, n, p, q in net.split.spatial}
-    return [text for grid, text in last.items() if grid[0] > net.split.fold.grid[0]]
