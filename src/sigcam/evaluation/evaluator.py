@@ -178,11 +178,9 @@ def _prepare_samples(
     net, prepared = evaluator.net, _as_samples(samples, evaluator.net)
     if evaluator.needs("labels"):
         prepared = match_classes(prepared, net.classes, net.class_names)
-    crops = isinstance(transform, Preprocess) and transform.resize not in (
-        None,
-        (transform.height, transform.width),
-    )
-    if crops and (evaluator.needs("boxes") or evaluator.needs("masks")):
+    placed = evaluator.needs("boxes") or evaluator.needs("masks")
+    whole = (None, (transform.height, transform.width)) if isinstance(transform, Preprocess) else ()
+    if placed and whole and transform.resize not in whole:
         raise ConfigError(
             "this preprocessing cuts the middle out of images, so boxes and masks would not fit the maps: "
             "use one that squashes, as dataclasses.replace(net.transform, resize=None) does."

@@ -39,8 +39,7 @@ class MetricTable:
         for (name, spec), variant in product(specs.items(), (NO_MAPS, *variants)):
             if (spec.uses == "correct") == (variant == NO_MAPS):
                 for scorer in scorers if spec.uses == "scores" else (None,):
-                    key = MetricKey(*variant, name, scorer)
-                    self._metrics[key] = spec.create(intervals=intervals)
+                    self._metrics[MetricKey(*variant, name, scorer)] = spec.create(intervals=intervals)
         measured = {key[:3] for key in self._metrics}
         self._counts = {v: [0, 0] for v in (*variants, NO_MAPS) if v in measured}  # images, blank maps
 

@@ -129,12 +129,10 @@ def _staged(name: str, progress: Progress) -> Progress:
 
 def _predictions(classifier: Classifier, samples: Samples) -> Tensor:
     """Return the predictions of the classifier alone, (images,)."""
-    predictions = []
+    model, batches = classifier.model, load_batches(samples, classifier.transform, batch_size=8)
+    device = next(model.parameters()).device
     with torch.no_grad():
-        for batch in load_batches(samples, classifier.transform, batch_size=8):
-            device = next(classifier.model.parameters()).device
-            predictions.append(classifier.model(batch.images.to(device)).argmax(1).cpu())
-    return torch.cat(predictions)
+        return torch.cat([model(batch.images.to(device)).argmax(1).cpu() for batch in batches])
 
 
 def _top_scores(net: DualBranch, samples: Samples) -> tuple[Tensor, Tensor]:

@@ -184,8 +184,8 @@ def _reliability(examples: Examples) -> Section:
         if examples.net.fitted
         else "The sigmoid branch is not fitted, so there is no evidence to show."
     )
-    dots_text = "Larger dots stand for more images; a frequency lies on the dashed line."
-    intro = f"{_which_images(examples)} {dots_text} {evidence}"
+    legend = "Larger dots stand for more images; a frequency lies on the dashed line."
+    intro = f"{_which_images(examples)} {legend} {evidence}"
     return Section("Reliability", [Charts([chart])], intro=intro)
 
 
@@ -208,15 +208,10 @@ def _example_sections(examples: Examples) -> list[Section]:
             f"what the map of {name} shows is kept."
         )
     intro = f"{_which_images(examples)} {order}"
-    sections = [
-        Section(
-            title,
-            [Gallery([_card(examples, each) for each in some])] if some else (),
-            intro,
-            "Too few images.",
-        )
-        for title, some in (("Best images", ranked[:half]), ("Worst images", ranked[::-1][:half]))
-    ]
+    sections = list[Section]()
+    for title, some in (("Best images", ranked[:half]), ("Worst images", ranked[::-1][:half])):
+        parts = [Gallery([_card(examples, each) for each in some])] if some else []
+        sections.append(Section(title, parts, intro, "Too few images."))
     title, pair = "Where the branches disagree", compared(examples.variants)
     if pair is None:
         return [*sections, Section(title, empty="Maps of one branch alone were evaluated.")]
