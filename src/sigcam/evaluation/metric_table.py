@@ -14,8 +14,7 @@ from sigcam.core.checkpoint import Checkpoint
 from sigcam.core.distributed import all_reduce_sum, rank, world_size
 from sigcam.core.manifest import versions
 from sigcam.core.types import Skipped
-from sigcam.data.sample import data_fingerprint, files_fingerprint
-from sigcam.data.sample import Samples
+from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint
 from sigcam.evaluation.batch import NO_MAPS, Variant
 from sigcam.evaluation.registry import BatchRecord, MetricSpec
 from sigcam.evaluation.result import MetricKey, Metrics, Result, Row, metric_rows

@@ -33,7 +33,7 @@ class BatchRecord:
     correct: Mapping[int, Tensor] = field(default_factory=dict)  # by k, (B,): the label is among the k best
     predicted_maps: Tensor | None = None  # (B, H, W), of the predicted class; images are multiplied by them
     # By scorer, the predicted class's score (B,) on the images and on the masked images.
-    scores: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    scores: Mapping[Any, Sequence[Tensor]] = field(default_factory=dict)
     curves: tuple[Tensor, ...] = ()  # insertion and deletion curves, (B, S + 1) each
 
 

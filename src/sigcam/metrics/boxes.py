@@ -125,8 +125,8 @@ def check_boxes(boxes: Sequence[Tensor], shape: torch.Size, ids: Sequence[str] |
     for index, each in enumerate(boxes):
         image = _image_name(index, ids)
         if each.ndim != 2 or each.shape[1] != 4 or not len(each):
-            shape = f"boxes of shape (G, 4) with G at least 1, not {tuple(each.shape)}"
-            raise DataError(f"{image} needs {shape}: give its annotation, or leave it out.")
+            needed = f"boxes of shape (G, 4) with G at least 1, not {tuple(each.shape)}"
+            raise DataError(f"{image} needs {needed}: give its annotation, or leave it out.")
         for box in each.tolist():
             x0, y0, x1, y1 = box
             if any(value % 1 != 0 for value in box):  # true for NaN
@@ -143,8 +143,8 @@ def scaled_boxes(boxes: Tensor, size: tuple[int, int], out: tuple[int, int]) -> 
 
     Multiplies before it divides, in float64: the other order may give other pixels (PROTOCOL 5.2).
     """
-    old, new = torch.tensor([[*size, *size], [*out, *out]], dtype=torch.float64, device=boxes.device)
-    return (boxes.double() * new / old).long()
+    sizes = torch.tensor([[*size, *size], [*out, *out]], dtype=torch.float64, device=boxes.device)
+    return (boxes.double() * sizes[1] / sizes[0]).long()
 
 
 def _image_name(index: int, ids: Sequence[str] | None) -> str:
