@@ -134,8 +134,8 @@ def check_boxes(boxes: Sequence[Tensor], shape: torch.Size, ids: Sequence[str] |
             if x0 > x1 or y0 > y1:
                 raise DataError(f"{image} has an inverted box {box}: give x0, y0, x1, y1, the least first.")
             if x0 < 0 or y0 < 0 or x1 > width or y1 > height:
-                where = f"{image} has a box {box} beyond its {width} x {height}"
-                raise DataError(f"{where} map: scale boxes to the map's size.")
+                beyond = f"a box {box} beyond its {width} x {height} map: scale boxes to the map's size"
+                raise DataError(f"{image} has {beyond}.")
 
 
 def scaled_boxes(boxes: Tensor, size: tuple[int, int], out: tuple[int, int]) -> Tensor:
