@@ -51,9 +51,7 @@ class _Cam:
         batch_size: int | None = None,
     ) -> None:
         if reshape_transform is not None:
-            raise ConfigError(
-                "reshape_transform is not needed, tokens are folded automatically: leave it out."
-            )
+            raise ConfigError("reshape_transform is not needed, tokens fold automatically: leave it out.")
         self.branch: Branch = branch or ("sigmoid" if isinstance(model, DualBranch) else "softmax")
         self.batch_size = batch_size
         self.net, self.layers = _attach_at(model, target_layers)
@@ -85,20 +83,11 @@ class _Cam:
     ) -> NumpyArray:
         """Return maps of `score` for the classes in `targets`, or of the functions in `targets`."""
         if eigen_smooth:
-            raise ConfigError(
-                "eigen_smooth is not offered; EigenGradCAM does the same to gradients x features."
-            )
+            raise ConfigError("eigen_smooth is not offered; EigenGradCAM does the same to gradients.")
         images = images.to(self.net.device)
         parsed = _parse_targets(targets, len(images), self.net.classes)
-        run = partial(
-            explain,
-            self.net,
-            method=self.method,
-            branch=self.branch,
-            layers=self.layers,
-            aug_smooth=aug_smooth,
-            batch_size=self.batch_size,
-        )
+        options = {"layers": self.layers, "aug_smooth": aug_smooth, "batch_size": self.batch_size}
+        run: Any = partial(explain, self.net, method=self.method, branch=self.branch, **options)
         if not isinstance(parsed, list):
             parts = [run(images, classes=parsed, target=score)]
         elif METHODS[self.method].perturbs is None:
@@ -112,9 +101,7 @@ class _Cam:
 def _attach_at(model: nn.Module, layers: Layers) -> tuple[DualBranch, Layers]:
     """Attach to the model; return the network and the `layers` argument that is left for `explain`."""
     if layers is not None and (isinstance(layers, str | nn.Module) or not len(layers)):
-        raise ConfigError(
-            "target_layers is a list of modules or names, e.g. [model.layer4]; left out, it is found."
-        )
+        raise ConfigError("target_layers is a list of modules or names, e.g. [model.layer4], or left out.")
     if layers is not None and len(layers) == 1 and not isinstance(model, DualBranch):
         layer, model = layers[0], unwrap(model)
         name = layer if isinstance(layer, str) else {m: n for n, m in model.named_modules()}.get(layer)

@@ -72,9 +72,8 @@ def explain(
         top_n: Number of channels that Score-CAM tries: those that vary most over the image.
     """
     if not isinstance(net, DualBranch):
-        raise ConfigError(
-            f"explain takes what attach returns, not {type(net).__name__}: net = sigcam.attach(model)."
-        )
+        kind = type(net).__name__
+        raise ConfigError(f"explain takes what attach returns, not {kind}: net = sigcam.attach(model).")
     config = MapConfig(method, branch, clamp, target, scale, batch_size, top_n).checked()
     if stride not in (None, 1):
         raise ConfigError(f"stride is 1 (no stride in the last stage) or None, not {stride!r}.")
@@ -245,25 +244,14 @@ def draw_raw_maps(net: DualBranch, forward_pass: ForwardPass, classes: Tensor, c
     """Return the weighted sums of features (Eq. 4) for (B, K) classes, as many at a time as fit in memory."""
     features = forward_pass.features
     numbers = features[..., 0, 0].numel() if METHODS[config.method].light else features.numel()
-    parts = [
-        _draw_part(net, forward_pass, part, config)
-        for part in classes.clamp(min=0).split(max(1, MAX_WEIGHTS // numbers), 1)
-    ]
-    columns = zip(*(vars(part).values() for part in parts), strict=True)
+    parts = classes.clamp(min=0).split(max(1, MAX_WEIGHTS // numbers), 1)
+    columns = zip(*(vars(_draw_part(net, forward_pass, p, config)).values() for p in parts), strict=True)
     return RawMaps(*(torch.cat(values, 1) for values in columns))
 
 
 def _draw_part(net: DualBranch, forward_pass: ForwardPass, classes: Tensor, config: MapConfig) -> RawMaps:
     method, target = METHODS[config.method], as_target(config.target, config.branch)
-    probe = Probe(
-        net,
-        forward_pass,
-        branch=config.branch,
-        classes=classes,
-        target=target,
-        batch_size=config.batch_size,
-        top_n=config.top_n,
-    )
+    probe = Probe(net, forward_pass, config.branch, classes, target, config.batch_size, config.top_n)
     weights = method(probe).detach()  # w  (B, K, N, 1, 1) or (B, K, N, P, Q)
     if method.gives == "maps":
         ones = torch.ones_like(classes, dtype=weights.dtype)
@@ -281,8 +269,7 @@ def _draw_part(net: DualBranch, forward_pass: ForwardPass, classes: Tensor, conf
 
 
 def _weighted_sum(weights: Tensor, features: Tensor) -> Tensor:
-    """Return M (B, K, P, Q), the sum over channels of weights times features (Eq. 4); one matrix product if
-    the weights are the same for all cells."""
+    """Return M (B, K, P, Q) of Eq. 4; one matrix product if the weights are the same for all cells."""
     if weights.shape[-2:] != (1, 1):
         return (weights * features).sum(2)
     flat = features[:, 0].flatten(2)  # (B, N, P*Q)

@@ -118,18 +118,14 @@ class Explanation:
         if captions or legend:
             texts = ["\n".join(self.caption(i)) if captions else "" for i in range(len(self))]
             peaks = [largest(m) if raw else None for m in maps]
-            drawn = [
-                with_strips(d, caption=text, legend=legend, peak=peak)
-                for d, text, peak in zip(drawn, texts, peaks, strict=True)
-            ]
+            parts = zip(drawn, texts, peaks, strict=True)
+            drawn = [with_strips(d, caption=text, legend=legend, peak=peak) for d, text, peak in parts]
         return drawn
 
     def caption(self, i: int, k: int = 0) -> list[str]:
         """Return the lines below the map of image i's k-th class: name, scores, and whether it is blank."""
-        index, probability, evidence, blank = (
-            values[i].reshape(-1)[k].item()
-            for values in (self.classes, self.probability, self.evidence, self.blank)
-        )
+        columns = (self.classes, self.probability, self.evidence, self.blank)
+        index, probability, evidence, blank = (column[i].reshape(-1)[k].item() for column in columns)
         lines = [self.name(int(index)), f"probability {probability:.3f}"]
         lines += [f"evidence {evidence:.3f}"] if self.fitted else []
         return lines + (["blank map"] if blank else [])
@@ -167,6 +163,7 @@ class Explanation:
     def rows(self) -> list[dict[str, Any]]:
         """Return, per image, plain values: class, scores, positive share, likely classes, settings."""
         rows = []
+        settings = {name: getattr(self, name) for name in ("method", "target", "branch", "clamp", "scale")}
         for i in range(len(self)):
             classes = self.classes[i].tolist()
             names = [self.name(k) for k in self.classes[i].reshape(-1).tolist()]
@@ -180,26 +177,17 @@ class Explanation:
                     "positive_share": self.positive_share[i].tolist(),
                     "blank": self.blank[i].tolist(),
                     "top": self._top(i),
-                    "method": self.method,
-                    "target": self.target,
-                    "branch": self.branch,
-                    "clamp": self.clamp,
-                    "scale": self.scale,
+                    **settings,
                 }
             )
         return rows
 
     def _top(self, i: int) -> list[dict[str, Any]]:
         columns = (self.top_classes[i], self.top_probability[i], self.top_evidence[i])
-        return [
-            {
-                "class": k,
-                "class_name": self.name(k),
-                "probability": probability,
-                "evidence": evidence if self.fitted else None,
-            }
-            for k, probability, evidence in zip(*(column.tolist() for column in columns), strict=True)
-        ]
+        values = zip(*(column.tolist() for column in columns), strict=True)
+        rows = [(k, self.name(k), probability, evidence) for k, probability, evidence in values]
+        keys = ("class", "class_name", "probability", "evidence")
+        return [dict(zip(keys, row if self.fitted else (*row[:3], None), strict=True)) for row in rows]
 
     def _shown_images(self) -> Sequence[Image.Image]:
         """The images as given; of a tensor, whose mean and std are unknown, scaled between its extremes."""

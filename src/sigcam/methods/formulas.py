@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sigcam.methods.postprocess import resize
+from sigcam.methods.postprocess import resize, unit_range
 from sigcam.methods.probe import Probe
 from sigcam.methods.registry import method
 from sigcam.methods.rollout import rollout_maps
@@ -69,8 +69,7 @@ def score_cam(probe: Probe) -> Tensor:
     for i in range(count):
         for part in chosen[i].split(batch_size):
             masks = resize(features[i, part][None], probe.forward_pass.image, "bilinear")[0]  # (R, H, W)
-            low, high = masks.amin((1, 2), keepdim=True), masks.amax((1, 2), keepdim=True)
-            masks = ((masks - low) / (high - low + 1e-8)).to(images.dtype)
+            masks = unit_range(masks, eps=1e-8).to(images.dtype)
             scores[i, :, part] = probe.rescore(i, images=images[i] * masks[:, None]).to(scores).T
     return scores.softmax(2)[..., None, None]
 

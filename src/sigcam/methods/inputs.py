@@ -23,15 +23,12 @@ Classes = int | Sequence[int] | Tensor | Literal["top5", "positive", "all"] | No
 def as_batch(
     net: DualBranch, images: Tensor | ImageSource | Sequence[ImageSource]
 ) -> tuple[Tensor, tuple[Image.Image, ...]]:
-    """Return a (B, C, H, W) batch and, for images given as PIL images or paths, the part of each that the
-    network sees (empty where the transform does not tell)."""
+    """Return a (B, C, H, W) batch and the part of each PIL image that the network sees, where it is known."""
     if isinstance(images, Tensor):
         if images.ndim != 4 or not len(images):
             raise DataError(f"images must be (B, C, H, W) with B >= 1, not {tuple(images.shape)}.")
         if images.device != net.device:
-            raise DataError(
-                f"images are on {images.device}, the network on {net.device}: move one with .to(...)."
-            )
+            raise DataError(f"images are on {images.device}, the network on {net.device}: move one of them.")
         return images, ()
     if net.transform is None:
         raise DataError("images need preprocessing: set net.transform, or give a (B, C, H, W) tensor.")
@@ -50,8 +47,7 @@ def as_batch(
 
 
 def choose_classes(net: DualBranch, forward_pass: ForwardPass, classes: Classes) -> tuple[Tensor, bool]:
-    """Return (B, K) class indices, and whether the user asked for several per image. -1 pads
-    "positive", where images have different numbers of classes."""
+    """Return (B, K) class indices, -1 where "positive" has fewer, and whether there can be several."""
     softmax = forward_pass.softmax
     batch, count = len(softmax), max(net.classes, 2)  # a single logit tells two classes apart
     if classes is None:
@@ -75,15 +71,11 @@ def choose_classes(net: DualBranch, forward_pass: ForwardPass, classes: Classes)
     several, shape = index.ndim == 2, tuple(index.shape)
     index = index.expand(batch)[:, None] if index.ndim == 0 else index[:, None] if index.ndim == 1 else index
     if index.ndim != 2 or len(index) != batch:
-        raise ConfigError(
-            f"classes of shape {shape} do not fit {batch} image(s): give one int, one per image, or a (B, K) "
-            "tensor."
-        )
-    wrong = index[(index < 0) | (index >= count)]
-    if len(wrong):
-        raise ConfigError(
-            f"class {int(wrong[0])} does not exist: this classifier has classes 0 to {count - 1}."
-        )
+        expected = "one int, one per image, or a (B, K) tensor"
+        raise ConfigError(f"classes of shape {shape} do not fit {batch} image(s): give {expected}.")
+    wrong = index[(index < 0) | (index >= count)].tolist()
+    if wrong:
+        raise ConfigError(f"class {wrong[0]} does not exist: this classifier has classes 0 to {count - 1}.")
     return index.long(), several
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -28,32 +29,21 @@ def no_autocast(tensor: Tensor) -> torch.autocast:
     return torch.autocast(tensor.device.type, enabled=False)
 
 
+@dataclass(eq=False, repr=False)
 class Probe:
     """One forward pass of a batch, seen from one branch, with K classes per image.
 
     Every property is computed on first use. Axes are (B, K, N, P, Q), with size 1 where a value does not
     depend on one.
-
-    Args:
-        classes: (B, K).
-        batch_size: Number of images, or variants of features, to give `rescore` at a time.
-        top_n: Number of channels that a perturbation method may try.
     """
 
-    def __init__(
-        self,
-        net: DualBranch,
-        forward_pass: ForwardPass,
-        *,
-        branch: Branch,
-        classes: Tensor,
-        target: Target = class_score,
-        batch_size: int | None = None,
-        top_n: int | None = None,
-    ) -> None:
-        self.net, self.forward_pass, self.branch = net, forward_pass, branch
-        self.classes, self.target = classes, target
-        self.batch_size, self.top_n = batch_size, top_n
+    net: DualBranch
+    forward_pass: ForwardPass
+    branch: Branch
+    classes: Tensor  # (B, K)
+    target: Target = class_score
+    batch_size: int | None = None  # images, or variants of features, to give `rescore` at a time
+    top_n: int | None = None  # channels that a perturbation method may try
 
     @cached_property
     def features(self) -> Tensor:
@@ -96,8 +86,8 @@ class Probe:
 
     @cached_property
     def head_weight(self) -> Tensor:
-        """(B, K, N), or (1, K, N) if the same for all images: the score's derivative with respect to each
-        channel's mean, for a global average + linear head. For a class's logit, its row of the last layer."""
+        """d scores / d mean of F, (B, K, N), or (1, K, N) if the same for all images; for global average +
+        linear heads. For a class's logit, its row of the last layer."""
         weight = self.last_weight
         if self.target is class_score and len(weight) > 1:
             same = bool((self.classes == self.classes[:1]).all())
@@ -148,8 +138,7 @@ class Probe:
         return scores
 
     def rescore(self, index: int, *, images: Tensor | None = None, features: Tensor | None = None) -> Tensor:
-        """Return (R, K) scores of image `index` with the pixels of R other images, or with R other features
-        (R, N, P, Q)."""
+        """Return (R, K) scores of image `index` with R other images, or other features (R, N, P, Q)."""
         if images is not None:
             altered = self.net.run(images)
         else:
@@ -174,10 +163,8 @@ class Probe:
             else:
                 scores.append(self.target(logits, column))
         if scores[0].shape != (len(logits),):
-            raise ConfigError(
-                f"target returned {tuple(scores[0].shape)} for logits {tuple(logits.shape)}: it must give "
-                "one score per image, (B,)."
-            )
+            what = f"target returned {tuple(scores[0].shape)} for logits {tuple(logits.shape)}"
+            raise ConfigError(f"{what}: it must give one score per image, (B,).")
         return scores
 
     @cached_property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,7 +18,7 @@ from sigcam.methods.targets import at_least_float32
 from sigcam.network.dual import DualBranch
 from sigcam.network.feature_layer import MAX_PREFIX_TOKENS
 from sigcam.network.hooks import fresh_autocast_cache
-from sigcam.network.trace import chunks, eval_mode, logits_of, tensors_in
+from sigcam.network.trace import chunks, eval_mode, in_this_thread, logits_of, tensors_in
 
 
 def rollout_maps(net: DualBranch, images: Tensor) -> Tensor:
@@ -60,7 +59,7 @@ class _AttentionRecorder(TorchFunctionMode):
 
     def __init__(self, net: DualBranch, *, grad: bool = False) -> None:
         super().__init__()
-        self.net, self.grad, self.thread = net, grad, threading.get_ident()
+        self.net, self.grad = net, grad
         self.batch = 0
         self.one_by_one = False  # images and heads share an axis, in unknown order
         self.other_softmaxes = set[GridSize]()  # shapes of softmaxes that are not self-attention
@@ -88,19 +87,18 @@ class _AttentionRecorder(TorchFunctionMode):
         size = GridSize.of(images)
 
         def record_grid(module: nn.Module, args: Any, out: Tensor) -> None:
-            if threading.get_ident() == self.thread:
-                self.grid = GridSize.of(split.fold(out, size))
+            self.grid = GridSize.of(split.fold(out, size))
 
         def record_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if threading.get_ident() == self.thread:
-                self.head_inputs += tensors_in((args, kwargs))
+            self.head_inputs += tensors_in((args, kwargs))
 
         with ExitStack() as stack:
             handles = stack.enter_context(eval_mode(self.net.model))
-            handles.append(self.net.layer.register_forward_hook(record_grid))
+            handles.append(self.net.layer.register_forward_hook(in_this_thread(record_grid)))
             for name in split.last if self.grad else ():
                 module = self.net.model.get_submodule(name)
-                handles.append(module.register_forward_pre_hook(record_inputs, with_kwargs=True))
+                hook = in_this_thread(record_inputs)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             images = images.clone().detach().requires_grad_(self.grad)  # may be an inference tensor
             stack.enter_context(self)
@@ -129,10 +127,7 @@ class _AttentionRecorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        with ExitStack() as stack:
-            if self.grad:  # even inside a no_grad of the model
-                stack.enter_context(torch.inference_mode(False))
-                stack.enter_context(torch.enable_grad())
+        with torch.inference_mode(False), torch.set_grad_enabled(self.grad):  # whatever the model sets
             if name == "detach" and self.grad:
                 return args[0].view_as(args[0])
             if name == "multi_head_attention_forward":
@@ -182,22 +177,19 @@ class _AttentionRecorder(TorchFunctionMode):
         with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
             if is_causal:
                 attn_mask = torch.ones(shape[-2:], dtype=torch.bool, device=query.device).tril()
-            bias = torch.zeros((), device=query.device)
-            if attn_mask is not None and attn_mask.dtype == torch.bool:
-                bias = torch.zeros(attn_mask.shape, device=query.device).masked_fill(~attn_mask, -math.inf)
-            elif attn_mask is not None:
-                bias = attn_mask
+            bias = query.new_zeros(()) if attn_mask is None else attn_mask
+            if bias.dtype == torch.bool:
+                bias = torch.zeros(bias.shape, device=query.device).masked_fill(~bias, -math.inf)
             bias, scale = bias.expand(shape), query.shape[-1] ** -0.5 if scale is None else scale
             heads = 1 if query.ndim < 4 else query.shape[-3]
             groups = heads // key.shape[-3] if enable_gqa else 1
-            mean: Tensor | float = 0.0
+            mean = torch.zeros((), device=query.device)
             for head in range(heads):
                 q, k, b = query, key, bias
                 if query.ndim > 3:
                     q, k, b = q.select(-3, head), k.select(-3, head // groups), b.select(-3, head)
                 q, k, b = map(at_least_float32, (q, k, b))
                 mean = mean + (q @ k.mT * scale + b).softmax(-1) / heads
-        assert isinstance(mean, Tensor)
         self._multiply(mean, layer)
 
     def _record_softmax(
@@ -226,10 +218,8 @@ class _AttentionRecorder(TorchFunctionMode):
             self._refuse(f"has {tuple(weights.shape)} attention for {self.batch} images")
         self.one_by_one |= len(weights) != self.batch
         with torch.no_grad(), torch.autocast(weights.device.type, enabled=False):
-            mean = (
-                at_least_float32(weights.detach()).reshape(self.batch, -1, rows, columns).mean(1)
-            )  # (B, L, L)
-            mean = mean / mean.sum(-1, keepdim=True)  # rounded in half precision
+            mean = at_least_float32(weights.detach()).reshape(self.batch, -1, rows, columns).mean(1)
+            mean = mean / mean.sum(-1, keepdim=True)  # (B, L, L), rounded in half precision
             mean.diagonal(dim1=-2, dim2=-1).add_(1)
             mean.div_(2)
             self._product = mean if self._product is None else mean @ self._product

@@ -91,9 +91,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     """Return the network inside DataParallel and torch.compile."""
     if not isinstance(model, nn.Module):
         raise AttachError(f"attach needs a torch.nn.Module, not {type(model).__name__}.")
-    inner = getattr(model, "_orig_mod", None)
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        inner = model.module
+    parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    inner = model.module if parallel else getattr(model, "_orig_mod", None)
     return model if inner is None else unwrap(inner)
 
 
@@ -105,10 +104,9 @@ def _is_gap_linear(net: DualBranch, branch: Literal["softmax", "sigmoid"]) -> bo
     mean = forward_pass.features.double().mean((2, 3))  # (B, N)
     if len(net.split.heads) > 1 or weight is None or weight[0].shape != (net.classes, mean.shape[1]):
         return False
-    if not bool(weight[0].count_nonzero()):
-        return False  # an all-zero head would agree with anything
     logits = forward_pass.softmax_logits if branch == "softmax" else forward_pass.sigmoid
     predicted = mean @ weight[0].double().T + weight[1].double()
     scale = logits.double().abs().max().clamp(min=1e-12)
     tolerance = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 2e-2
-    return bool((predicted - logits.double()).abs().max() <= tolerance * scale)
+    agrees = (predicted - logits.double()).abs().max() <= tolerance * scale
+    return bool(agrees and weight[0].any())  # an all-zero head would agree with anything

@@ -95,9 +95,8 @@ def load(
     try:
         net.load_state_dict(tensors)
     except RuntimeError as error:
-        raise CheckpointError(
-            f"{path} does not fit this {kind}: {' '.join(str(error).split())[:200]}"
-        ) from error
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{path} does not fit this {kind}: {reason}") from error
     net.recipe, net.fitted = about["recipe"], about["fitted"]
     return net
 
@@ -115,9 +114,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a readable branch file ({error}).") from error
     if KEY not in metadata:
-        raise CheckpointError(
-            f"{path} is a safetensors file, but not a sigcam branch: make one with `sigcam fit`."
-        )
+        raise CheckpointError(f"{path} is a safetensors file, but not a sigcam branch, see `sigcam fit`.")
     keys = {"fingerprint", "heads", "layer", "input", "named", "classes", "class_names", "fitted", "recipe"}
     try:
         about = json.loads(metadata[KEY])

@@ -39,15 +39,11 @@ _MIXING = frozenset(_FUNCTIONS.split())
 
 @dataclass(frozen=True)
 class Change:
-    """A change of one module: its stride halved, its dilation doubled, or its pooling made global.
-
-    Args:
-        before, after: cells of padding added to its input, (rows, columns).
-    """
+    """A change of one module: its stride halved, its dilation doubled, or its pooling made global."""
 
     name: str
     kind: Literal["stride", "dilation", "global"]
-    before: Pair = (0, 0)
+    before: Pair = (0, 0)  # cells of padding added to its input, (rows, columns)
     after: Pair = (0, 0)
 
 
@@ -69,40 +65,32 @@ def dilated(net: DualBranch) -> DualBranch:
         with no_side_effects():
             plan, model = _PLANS.get(net), shared_copy(net.model)
             if plan is None:
-                plan = _make_plan(net, model)
-                _check_grid(net, net.with_model(model))
-                _PLANS[net] = plan
-            else:
-                for change in plan:
-                    _apply(change, model.get_submodule(change.name))
+                _PLANS[net] = _make_plan(net, model)
+            for change in plan or ():
+                _apply(change, model.get_submodule(change.name))
     except _CannotDilate as reason:
-        kind = type(net.model).__name__
-        raise ConfigError(
-            f"stride=1 is not possible for this {kind}: {reason}. Use zoom= for a finer map."
-        ) from reason
+        text = f"stride=1 is not possible for this {type(net.model).__name__}: {reason}."
+        raise ConfigError(f"{text} Use zoom= for a finer map.") from reason
     return net.with_model(model)
 
 
 def _make_plan(net: DualBranch, model: nn.Module) -> tuple[Change, ...]:
+    """Find the changes, apply them to the copy and check its finer grid."""
+    rows, columns = grid_of(net, net.example)
     try:
-        return _Planner(net, model, net.example).plan()
+        plan = _Planner(net, model).plan()
+        features = net.with_model(model).run(net.example).features
     except _CannotDilate:
         raise
     except Exception as error:  # any user network, any failure
-        raise _CannotDilate(f"its steps cannot be followed ({error_line(error)})") from error
-
-
-def _check_grid(net: DualBranch, finer: DualBranch) -> None:
-    rows, columns = grid_of(net, net.example)
-    try:
-        features = finer.run(net.example).features
-    except Exception as error:  # any user network, any failure
-        raise _CannotDilate(f"it does not run on a finer grid ({error_line(error)})") from error
+        reason = "it cannot be traced, or does not run on a finer grid"
+        raise _CannotDilate(f"{reason} ({error_line(error)})") from error
     fine = features.shape[-2:]
     if not all(n < m and m in (2 * n - 1, 2 * n) for n, m in zip((rows, columns), fine, strict=True)):
         raise _CannotDilate(f"its map would be {fine[0]}x{fine[1]} instead of {rows}x{columns}")
     if not bool(torch.isfinite(features).all()):
         raise _CannotDilate("its finer map is not finite")
+    return plan
 
 
 @dataclass(frozen=True)
@@ -119,8 +107,8 @@ class _Trial:
 class _Planner:
     """Finds the changes from one traced pass and applies them to the copy, checking each module alone."""
 
-    def __init__(self, net: DualBranch, model: nn.Module, example: Tensor) -> None:
-        self.net, self.model, (self.trace, _) = net, model, run_traced(model, example)
+    def __init__(self, net: DualBranch, model: nn.Module) -> None:
+        self.net, self.model, (self.trace, _) = net, model, run_traced(model, net.example)
         self.odd = [0, 0]  # 1 where the finer grid has 2P - 1 cells
         recorded = {value for call in self.trace.calls for value in call.outputs}
         steps = [(call.time, call.inputs, call.outputs, call.name) for call in self.trace.calls]
@@ -131,16 +119,14 @@ class _Planner:
         self.spatial = [o for o in self.trace.outputs if _window(o.module) is not None]
         layer = net.split.layer, net.split.call
         self.features = next(o for o in self.trace.outputs if (o.name, o.call) == layer)
-        self.grid = GridSize.of(net.split.fold(self.features.tensor, GridSize.of(example)))
+        self.grid = GridSize.of(net.split.fold(self.features.tensor, GridSize.of(net.example)))
 
     def plan(self) -> tuple[Change, ...]:
         strided = self.last_strided()
         reached = self.reached({o.value for o in strided})
         later = [o for o in self.spatial if reached & {*o.inputs} and o not in strided and self.has_window(o)]
         self.check_reach(strided, later, reached)
-        changes = self.halve(strided)
-        changes += [self.dilate(o) for o in {o.module: o for o in later}.values()]
-        return tuple(changes)
+        return *self.halve(strided), *(self.dilate(o) for o in {o.module: o for o in later}.values())
 
     def reached(self, values: set[int]) -> set[int]:
         """The values and all that are computed from them, up to pooling to a fixed grid."""
@@ -151,8 +137,7 @@ class _Planner:
         return reached
 
     def last_strided(self) -> list[ModuleOutput]:
-        """The strided modules before F with no other one between them and F, and parallel ones, whose outputs
-        may be joined after F."""
+        """The last strided modules before F, and parallel ones, whose outputs may be joined after F."""
         strided = [o for o in self.spatial if max(_pair(o.module.stride)) > 1]
         after = {id(o): self.reached({o.value}) for o in strided}
         before = [o for o in strided if self.features.value in after[id(o)]]

@@ -140,8 +140,7 @@ class DualBranch(nn.Module):
         return self
 
     def forward(self, images: Tensor) -> Branches:
-        """Return both branches for (B, C, H, W) images; `.softmax` is bit-equal to the model's output in eval
-        mode."""
+        """Return both branches; `.softmax` is bit-equal to the model's output in eval mode."""
         fp = self.run(images)
         return Branches(fp.softmax, fp.sigmoid, fp.features, fp.pooled)
 
@@ -152,11 +151,8 @@ class DualBranch(nn.Module):
     def run_at(
         self, points: FeaturePoints, images: Tensor, *, grad: bool = False, swap: Tensor | None = None
     ) -> list[ForwardPass]:
-        """Run one pass and return it once per feature point, with that point's `.features` and `.cut`.
-
-        Args:
-            swap: replaces the output at the (only) point; the logits are those of the replacement.
-        """
+        """Run one pass and return it once per feature point, with that point's `.features` and `.cut`. `swap`
+        replaces the output at the (only) point."""
         recording = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad(), fresh_autocast_cache():
             mode = self.grad_mode(tuple(points)) if grad else GradMode()
@@ -175,10 +171,8 @@ class DualBranch(nn.Module):
                 ]
 
     def rescore(self, forward_pass: ForwardPass, index: int, features: Tensor) -> ForwardPass:
-        """Return the logits that image `index` would get with other features, (R, N, P, Q).
-
-        The part of the model after F runs on all R of them, the part before it on the one image.
-        """
+        """Return the logits of image `index` with other features, (R, N, P, Q): what precedes F runs on the
+        one image, what follows on all R."""
         point, image = forward_pass.point, forward_pass.images[index : index + 1]
         output = forward_pass.cut.detach().narrow(point.fold.batch_axis, index, 1)
         swap = point.fold.unfold(features, output)
@@ -203,10 +197,8 @@ class DualBranch(nn.Module):
                 head, example = self.requested["head"], self.example
                 split, _ = find_split(self.model, head=head, layer=name, example=example)
             if split.heads != self.split.heads:
-                raise AttachError(
-                    f"layer={name!r} lies inside or after the head {', '.join(self.split.heads)}: name one "
-                    f"before it."
-                )
+                head = ", ".join(self.split.heads)
+                raise AttachError(f"layer={name!r} lies inside or after the head {head}: name one before it.")
             self._feature_points[name] = split.point
         return self._feature_points[name]
 

@@ -20,8 +20,7 @@ AxisOrder = Literal["NCHW", "NHWC", "NLC", "LNC"]  # here N is the batch, C the 
 
 @dataclass(frozen=True)
 class FeatureLayout:
-    """The axis order of a layer's output, its number of tokens before the grid, and the grid it had when
-    probed with an image of size `image`."""
+    """How a layer's output folds to a map: its axes, tokens before the grid, grid for a probed `image`."""
 
     layout: AxisOrder
     grid: GridSize
@@ -53,8 +52,7 @@ class FeatureLayout:
         return 1 if self.layout == "LNC" else 0
 
     def unfold(self, features: Tensor, like: Tensor) -> Tensor:
-        """Turn (R, N, P, Q) features into the layer's own layout; the tokens before the grid come from
-        `like`, its output for one image."""
+        """Undo the fold of (R, N, P, Q) features; tokens before the grid come from `like`, (1, ...)."""
         if self.layout == "NCHW":
             return features
         if self.layout == "NHWC":
@@ -67,8 +65,7 @@ class FeatureLayout:
 
 @dataclass(frozen=True)
 class FeaturePoint:
-    """Where features are taken: a module's output at its `call`-th call of a pass, or what the functional
-    activation right after it returns."""
+    """Where features are taken: after a module's `call`-th call of a pass, or the activation that follows."""
 
     layer: str
     call: int
@@ -80,11 +77,7 @@ Candidate = tuple[ModuleOutput, FeatureLayout]
 
 
 class FeatureFinder:
-    """Finds F in one trace.
-
-    Args:
-        last: the output layers; F is an output before them.
-    """
+    """Finds F in one trace: an output before the output layers, `last`."""
 
     def __init__(
         self, model: nn.Module, trace: Trace, logits: Tensor, example: Tensor, last: list[ModuleOutput]
@@ -125,10 +118,9 @@ class FeatureFinder:
         maps = [fold.grid for _, fold in self.candidates if fold.layout in ("NCHW", "NHWC")]
         fold = self.layout_of(output, maps, {fold.prefix for _, fold in self.candidates})
         if fold is None:
-            raise AttachError(
-                f"layer={name!r} ({type(output.module).__name__}) returns {tuple(output.tensor.shape)}, "
-                f"which does not fold to a map. {valid}"
-            )
+            kind, shape = type(output.module).__name__, tuple(output.tensor.shape)
+            what = f"layer={name!r} ({kind}) returns {shape}"
+            raise AttachError(f"{what}, which does not fold to a map. {valid}")
         if not self.with_gradient([(output, fold)]):
             raise AttachError(f"layer={name!r} gets no gradient on its grid. {valid}")
         return output, fold
@@ -174,8 +166,7 @@ class FeatureFinder:
         self, output: ModuleOutput, grids: list[GridSize], prefixes: set[int]
     ) -> FeatureLayout | None:
         """How the output folds, given the grids and the numbers of prefix tokens of the outputs before it."""
-        shape = tuple(output.tensor.shape)
-        batch = len(self.example)
+        shape, batch = tuple(output.tensor.shape), len(self.example)
         if len(shape) == 4 and shape[0] == batch:
             first, last = self.is_plausible(shape[2], shape[3]), self.is_plausible(shape[1], shape[2])
             if getattr(output.module, "normalized_shape", None) == (shape[3],) != (shape[1],):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from sigcam.network.feature_layer import FeaturePoint
 from sigcam.network.modules import ACTIVATIONS
 from sigcam.network.sigmoid_head import Inputs, on_tensors
 from sigcam.network.split import Split
-from sigcam.network.trace import eval_mode, logits_of, tensors_in
+from sigcam.network.trace import eval_mode, in_this_thread, logits_of, tensors_in
 
 
 class HookedPass(TorchFunctionMode):
@@ -46,7 +45,6 @@ class HookedPass(TorchFunctionMode):
         super().__init__()
         self.model, self.split, self.points = model, split, tuple(points)
         self.grad, self.forced, self.last, self.swap = grad, forced, split.last if outputs else (), swap
-        self.thread = threading.get_ident()
         self.inputs: list[Inputs] = []
         self.outputs: list[Tensor] = []
         self.logits: Tensor
@@ -67,7 +65,11 @@ class HookedPass(TorchFunctionMode):
                 stack.enter_context(self)
             stack.enter_context(torch.no_grad())  # also ends the recording that a hook switches on
             output = self.model(images.clone())  # a model may change its input in place
-        self._check()
+        missing = next((point.layer for point in self.points if point not in self._cuts), None)
+        if missing is not None:
+            raise AttachError(f"layer {missing!r} did not run in this pass as it did when it was found.")
+        if len(self.inputs) != len(self.split.heads):
+            raise AttachError(f"head {self.split.heads[0]!r} did not run once in this pass, as at first.")
         swapped = None if self.swap is None else self.swap.shape[self.points[0].fold.batch_axis]
         self.logits = logits_of(output, swapped or len(images))
         return self
@@ -76,20 +78,18 @@ class HookedPass(TorchFunctionMode):
         """Register our hooks, each put into the list at once, so that an error leaves none behind."""
         for point in self.points:
             layer = self.model.get_submodule(point.layer)
-            handles.append(layer.register_forward_hook(self._hook_at(point)))
-        for name in self.split.heads:
-            head = self.model.get_submodule(name)
-            handles.append(head.register_forward_pre_hook(self._before_head, with_kwargs=True))
-        last = [self.model.get_submodule(name) for name in self.last]
-        handles.extend(layer.register_forward_hook(self._after_last) for layer in last)
+            handles.append(layer.register_forward_hook(in_this_thread(self._hook_at(point))))
+        before, after = in_this_thread(self._before_head), in_this_thread(self._after_last)
+        heads = map(self.model.get_submodule, self.split.heads)
+        handles.extend(head.register_forward_pre_hook(before, with_kwargs=True) for head in heads)
+        last = map(self.model.get_submodule, self.last)
+        handles.extend(layer.register_forward_hook(after) for layer in last)
 
     def _hook_at(self, point: FeaturePoint) -> Callable[[nn.Module, Any, Tensor], Tensor | None]:
         calls = 0
 
         def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
             nonlocal calls
-            if threading.get_ident() != self.thread:
-                return None  # another thread is running the model
             calls += 1
             if calls != point.call:
                 return None
@@ -112,12 +112,10 @@ class HookedPass(TorchFunctionMode):
         return out.clone()
 
     def _before_head(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() == self.thread:
-            self.inputs.append(on_tensors(Tensor.clone, (args, kwargs)))
+        self.inputs.append(on_tensors(Tensor.clone, (args, kwargs)))
 
     def _after_last(self, module: nn.Module, args: Any, out: Tensor) -> None:
-        if threading.get_ident() == self.thread:
-            self.outputs.append(out.clone())
+        self.outputs.append(out.clone())
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -135,16 +133,6 @@ class HookedPass(TorchFunctionMode):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _check(self) -> None:
-        missing = next((point.layer for point in self.points if point not in self._cuts), None)
-        if missing is not None:
-            raise AttachError(f"layer {missing!r} did not run in this pass as it did when it was found.")
-        if len(self.inputs) != len(self.split.heads):
-            raise AttachError(
-                f"head {self.split.heads[0]!r} did not run once in this pass, as it did when sigcam was "
-                "attached."
-            )
-
 
 @dataclass(frozen=True)
 class GradMode:
@@ -155,11 +143,7 @@ class GradMode:
 
 
 def choose_grad_mode(run: Callable[..., HookedPass]) -> GradMode:
-    """Find out whether the pass that predicts can also record gradients and stay bit-equal.
-
-    Args:
-        run: runs a hooked pass on the example; takes `grad` and `forced`.
-    """
+    """Find out, by `run` on the example, whether the pass that predicts can record and stay bit-equal."""
     plain = run()
     for forced in (False, True):
         recorded = run(grad=True, forced=forced)
@@ -175,8 +159,7 @@ def choose_grad_mode(run: Callable[..., HookedPass]) -> GradMode:
 
 @contextmanager
 def fresh_autocast_cache() -> Iterator[None]:
-    """Disable autocast's cache of cast weights: fitting changes ours, and the user's would be cached without
-    a graph."""
+    """Disable autocast's cache of cast weights: it outlives a fit, and holds weights without a graph."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -35,10 +35,8 @@ def optimized(model: nn.Module, example: Tensor, *, keep: Collection[str] = ()) 
             computed = {id(t): t.detach().clone() for t in tensors if not t.is_leaf}  # pruning, weight norm
             best = deepcopy(model, computed)
     except Exception as error:  # any user network, any failure
-        raise AttachError(
-            f"this {type(model).__name__} cannot be copied ({error_line(error)}), so it cannot be optimised: "
-            "attach it without optimize."
-        ) from error
+        what = f"this {type(model).__name__} cannot be copied ({error_line(error)})"
+        raise AttachError(f"{what}, so it cannot be optimised: attach it without optimize.") from error
     best.eval().requires_grad_(False).zero_grad()
     with torch.inference_mode(False), torch.no_grad():
         example = example.clone()  # a copy outside inference mode
@@ -104,15 +102,13 @@ def _fold_batchnorm(model: nn.Module, example: Tensor, keep: Collection[str]) ->
         doubles: Any = [t if t is None else t.detach().cpu().double() for t in tensors]
         w, b, mean, var, gamma, beta = doubles
         fused = fuse_conv_bn_weights(w, b, mean, var, norm.eps, gamma, beta)
-        layer.weight, layer.bias = (
-            nn.Parameter(tensor.to(layer.weight), requires_grad=False) for tensor in fused
-        )
+        layer.weight, layer.bias = (nn.Parameter(t.to(layer.weight), requires_grad=False) for t in fused)
         replace_module(model, norm, (nn.Sequential(OrderedDict(rest)) if rest else nn.Identity()).eval())
 
 
 def _normalising_call(graph: _Graph, norm: ModuleOutput) -> tuple[Call | None, list[tuple[str, nn.Module]]]:
-    """The one batch_norm call of a module, by its running statistics, and the children that follow it in a
-    chain (timm's BatchNormAct2d drops and activates); None where it does anything else."""
+    """The one batch_norm call of a module, and the children that follow it in a chain (timm's BatchNormAct2d
+    drops and activates); None where it does anything else."""
     trace, module, rest = graph.trace, norm.module, list[tuple[str, nn.Module]]()
     inside = [call for call in trace.calls if norm.start < call.time < norm.end and call.name == "batch_norm"]
     statistics = [s for s in (module.running_mean, module.running_var) if isinstance(s, Tensor)]

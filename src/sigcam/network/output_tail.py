@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,17 +18,14 @@ from sigcam.network.modules import OUTPUT_ACTIVATIONS
 from sigcam.network.split import Split
 from sigcam.network.trace import eval_mode, logits_of
 
+BATCH = -1  # the slot that holds the number of images
+
 
 @dataclass(frozen=True)
 class _Slot:
     """Placeholder in a recorded step for an earlier result."""
 
     index: int
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Placeholder in a recorded shape for the number of images."""
 
 
 @dataclass
@@ -38,18 +36,11 @@ class Tail:
     result: int = 0
 
     def __call__(self, outputs: Sequence[Tensor]) -> Tensor:
-        values: dict[int, Any] = dict(enumerate(outputs))
-
-        def resolve(leaf: Any) -> Any:
-            if isinstance(leaf, _Slot):
-                return values[leaf.index]
-            return len(outputs[0]) if isinstance(leaf, _Batch) else leaf
-
+        values: dict[int, Any] = {BATCH: len(outputs[0]), **dict(enumerate(outputs))}
         for function, args, kwargs, slot in self.steps:
-            args, kwargs = pytree.tree_map(resolve, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(_Slot, lambda leaf: values[leaf.index], (args, kwargs))
             values[slot] = function(*args, **kwargs)
-        result = values[self.result]
-        assert isinstance(result, Tensor)
+        result: Tensor = values[self.result]
         return result
 
 
@@ -88,7 +79,7 @@ class _Recorder(TorchFunctionMode):
         return leaf
 
     def size(self, leaf: Any) -> Any:
-        return _Batch() if type(leaf) is int and leaf == self.batch else leaf
+        return _Slot(BATCH) if type(leaf) is int and leaf == self.batch else leaf
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -118,19 +109,16 @@ def record_tail(model: nn.Module, split: Split, example: Tensor) -> Tail:
     recorder = _Recorder(model, len(example), len(split.last))
     outputs: dict[int, Tensor] = {}
 
-    def source(index: int) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-        def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-            with torch._C.DisableTorchFunction():
-                outputs[index] = out.clone()
-                out = out.clone()  # an in-place activation must not change the recorded output
-            recorder.note(out, index)
-            return out
-
-        return hook
+    def keep_output(index: int, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            outputs[index] = out.clone()
+            out = out.clone()  # an in-place activation must not change the recorded output
+        recorder.note(out, index)
+        return out
 
     with torch.inference_mode(False), torch.no_grad(), eval_mode(model) as handles:
         for index, name in enumerate(split.last):
-            handles.append(model.get_submodule(name).register_forward_hook(source(index)))
+            handles.append(model.get_submodule(name).register_forward_hook(partial(keep_output, index)))
         with recorder:
             logits = logits_of(model(example), len(example))
         tail = recorder.tail

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch.utils import _pytree as pytree
 from sigcam.core.errors import AttachError
 from sigcam.network.modules import is_activation, is_norm, replace_module
 from sigcam.network.output_tail import Tail
+from sigcam.network.trace import in_this_thread
 
 Init = Literal["fresh", "copy"]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of one call of a head module
@@ -81,8 +81,7 @@ class SigmoidHead(nn.Module):
 
     @torch.no_grad()
     def prepare(self, inputs: Sequence[Inputs]) -> None:
-        """Remove activations after the last layers (a logit may be negative) and find the layers that read
-        `pooled`, from one pass over the heads' inputs."""
+        """Remove activations after the last layers (logits may be negative); find what reads `pooled`."""
         entries = list[str]()
         for head, one in zip(self.copies, inputs, strict=True):
             order = _layers_in_order(head, one)
@@ -110,9 +109,8 @@ class SigmoidHead(nn.Module):
             with _pre_hooks(self._entered(), lambda module, args: shapes.append(tuple(args[0].shape[1:]))):
                 logits, pooled = self(on_tensors(Tensor.clone, list(inputs)))
             self._shapes = tuple(shapes)
-            return len(shapes) == len(self.copies) and torch.allclose(
-                self.from_pooled(pooled), logits, rtol=1e-3, atol=1e-7
-            )
+            again = self.from_pooled(pooled) if len(shapes) == len(self.copies) else None
+            return again is not None and torch.allclose(again, logits, rtol=1e-3, atol=1e-7)
         except (IndexError, TypeError, RuntimeError):  # no positional tensor, or shapes that do not join
             return False
 
@@ -146,8 +144,7 @@ def _copy(head: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _initialize(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
-    """Set weights to Normal(0, 0.01), biases to 0 (PROTOCOL 1.5); a scale or slope keeps its trained value,
-    since 0 would block all gradient."""
+    """Set weights to Normal(0, 0.01), biases to 0 (PROTOCOL 1.5); at 0, a scale would block all gradient."""
     if parameter.ndim >= 2:
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.01)
     elif "bias" in name or name in ("b", "beta"):
@@ -167,12 +164,7 @@ def _layers_in_order(head: nn.Module, inputs: Inputs) -> list[nn.Module]:
 @contextmanager
 def _pre_hooks(modules: Sequence[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
     """Register a hook on modules of the branch that runs in this thread only."""
-    thread = threading.get_ident()
-
-    def in_this_thread(module: nn.Module, args: Any) -> Any:
-        return hook(module, args) if threading.get_ident() == thread else None
-
-    handles = [module.register_forward_pre_hook(in_this_thread) for module in modules]
+    handles = [module.register_forward_pre_hook(in_this_thread(hook)) for module in modules]
     try:
         yield
     finally:

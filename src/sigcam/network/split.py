@@ -123,11 +123,8 @@ class _HeadFinder:
         values = {o.value for o in layers}  # a norm right on an output layer's logits is part of the tail
         norms = [o for o in self.trace.outputs if is_norm(o.module)]
         layers += [o for o in norms if o.tensor.ndim > 2 or not values & {*o.inputs}]
-        reaching = [
-            o
-            for o, gradient in zip(layers, gradients(self.logits, [o.tensor for o in layers]), strict=True)
-            if gradient is not None
-        ]
+        with_gradients = zip(layers, gradients(self.logits, [o.tensor for o in layers]), strict=True)
+        reaching = [o for o, gradient in with_gradients if gradient is not None]
         ancestors = ancestry(reaching)
         return [o for o in reaching if not any(o.value in ancestors[p.value] for p in reaching if p is not o)]
 
@@ -173,17 +170,13 @@ class _HeadFinder:
         if output is None:
             raise AttachError(f"head={name!r} did not run, or returned no tensor. {valid}")
         if output not in able:
-            what = f"head={name!r} ({type(output.module).__name__})"
-            raise AttachError(
-                f"{what} returns {tuple(output.tensor.shape)}, not {self.classes} logits. {valid}"
-                if has_parameters(output.module)
-                else f"{what} has no parameters. {valid}"
-            )
+            returned = f"returns {tuple(output.tensor.shape)}, not {self.classes} logits"
+            reason = returned if has_parameters(output.module) else "has no parameters"
+            raise AttachError(f"head={name!r} ({type(output.module).__name__}) {reason}. {valid}")
         return output
 
     def heads(self, last: list[ModuleOutput], layer: str) -> tuple[tuple[str, ...], bool]:
-        """The outermost module that starts after F and returns the logits, and True; else those around each
-        output layer that return what it does, and False."""
+        """The outermost module after F that returns the logits, True; else one per output layer, False."""
         for output in reversed(self.trace.outputs):  # outer modules return after inner ones
             holds_last = all(is_within(o.name, output.name) for o in last)
             once = holds_last and not is_within(layer, output.name) and self.trace.runs[output.name] == 1
@@ -195,14 +188,10 @@ class _HeadFinder:
 
     def has_functional_activation(self, time: int, head: str) -> bool:
         """Whether an activation after that time is not a module of the head, which a copy could leave out."""
-        modules = [
-            (o.start, o.end)
-            for o in self.trace.outputs
-            if o.start > time and is_within(o.name, head) and is_activation(o.module)
-            if self.trace.runs[o.name] == 1
-        ]
+        inside = [o for o in self.trace.outputs if o.start > time and is_within(o.name, head)]
+        modules = [o for o in inside if is_activation(o.module) and self.trace.runs[o.name] == 1]
         after = [c.time for c in self.trace.calls if c.time > time and c.name in OUTPUT_ACTIVATIONS]
-        return any(not any(start < t < end for start, end in modules) for t in after)
+        return any(not any(o.start < t < o.end for o in modules) for t in after)
 
     def returns_logits(self, output: ModuleOutput) -> bool:
         """Whether the output equals the logits up to a reshape."""

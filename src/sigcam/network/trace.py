@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -33,10 +33,19 @@ def lock_of(model: nn.Module) -> threading.RLock:
         return _LOCKS.setdefault(model, threading.RLock())
 
 
+def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the hook do nothing where another thread runs the model."""
+    thread = threading.get_ident()
+
+    def limited(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == thread else None
+
+    return limited
+
+
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[list[Any]]:
-    """Lock the model and put it in eval mode; on exit, restore the modes and remove the hooks whose handles
-    were put into the yielded list."""
+    """Lock the model, in eval mode; on exit, restore the modes and remove the hooks in the yielded list."""
     handles: list[Any] = []
     with lock_of(model):
         training = [module for module in model.modules() if module.training]
@@ -52,11 +61,8 @@ def eval_mode(model: nn.Module) -> Iterator[list[Any]]:
 
 
 def chunks(images: Tensor) -> tuple[Tensor, ...]:
-    """Split the batch into parts that suit its device.
-
-    On a CPU the activations of many images cost more in fresh memory pages than a large batch saves: with
-    EfficientNet-Lite0 at 224 pixels on two cores, 8 images at a time are twice as fast as 32.
-    """
+    """Split the batch into parts that suit its device. On a CPU, 8 images at a time can be twice as fast as
+    32, whose activations take fresh memory pages."""
     return images.split(8) if images.device.type == "cpu" else (images,)
 
 
@@ -154,14 +160,9 @@ class Trace(TorchFunctionMode):
         return next((output for output in reversed(self.outputs) if output.name == name), None)
 
     def outermost(self, output: ModuleOutput, *, without: str | None = None) -> ModuleOutput:
-        """The output of the outermost module that returned the same tensor, runs once per pass and does not
-        contain the module `without`."""
-        same = [
-            o
-            for o in self.outputs
-            if o.value == output.value and self.runs[o.name] == 1 and o.name
-            if without is None or not is_within(without, o.name)
-        ]
+        """The output of the outermost module, not around `without`, that runs once and returns the same."""
+        same = [o for o in self.outputs if o.value == output.value and self.runs[o.name] == 1 and o.name]
+        same = [o for o in same if without is None or not is_within(without, o.name)]
         return min(same, key=lambda o: (not has_parameters(o.module), o.name.count(".")), default=output)
 
     def __torch_function__(
@@ -204,11 +205,8 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
     """The tensors in nested tuples, lists and mappings."""
     if isinstance(tree, Tensor):
         yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors_in(value)
-    elif isinstance(tree, tuple | list):
-        for value in tree:
+    elif isinstance(tree, Mapping | tuple | list):
+        for value in tree.values() if isinstance(tree, Mapping) else tree:
             yield from tensors_in(value)
 
 
@@ -218,10 +216,8 @@ def run_traced(model: nn.Module, example: Tensor) -> tuple[Trace, Any]:
     with torch.inference_mode(False), torch.enable_grad(), eval_mode(model) as handles:
         for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
-                raise AttachError(
-                    f"{name or 'the model'} is a TorchScript module, which takes no hooks: attach the "
-                    "eager model."
-                )
+                what = f"{name or 'the model'} is a TorchScript module, which takes no hooks"
+                raise AttachError(f"{what}: attach the eager model.")
             handles.append(module.register_forward_pre_hook(trace._enter, with_kwargs=True))
             handles.append(module.register_forward_hook(partial(trace._leave, name)))
         with trace:
@@ -260,8 +256,7 @@ def _node(tensor: Tensor) -> Any:
 
 
 def probe_model(model: nn.Module, example: Tensor | None, seed: int) -> tuple[Tensor, Trace, Any]:
-    """Run the model on the example, or on the first default one that it takes; return that example, the trace
-    and the output."""
+    """Run the model on the example, or on the first default one that it takes; return that one, too."""
     failures: dict[str, Exception] = {}
     for candidate in [example] if example is not None else default_examples(model, seed):
         if candidate.ndim != 4:
@@ -275,8 +270,7 @@ def probe_model(model: nn.Module, example: Tensor | None, seed: int) -> tuple[Te
     failure = next(iter(failures.values()))
     raise AttachError(
         f"{type(model).__name__} could not be run on a random image of {listed(failures)} "
-        f"({error_line(failure)}). "
-        "Pass one that it takes: attach(model, example=tensor of (1, C, H, W))."
+        f"({error_line(failure)}). Pass one: attach(model, example=tensor of (1, C, H, W))."
     ) from failure
 
 

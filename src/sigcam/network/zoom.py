@@ -80,9 +80,8 @@ def zoomed(net: DualBranch, images: Tensor, zoom: float) -> tuple[DualBranch, Te
     rows, columns = (int(n * zoom / step + 0.5) * int(step) for n, step in zip(native, steps, strict=True))
     if rows <= native[0] or columns <= native[1]:
         least = max((n + step) / n for n, step in zip(native, steps, strict=True))
-        raise ConfigError(
-            f"zoom={zoom:g} adds no cell to the map of {native[0]}x{native[1]} images: zoom={least:.3g} does."
-        )
+        what = f"zoom={zoom:g} adds no cell to the map of {native[0]}x{native[1]} images"
+        raise ConfigError(f"{what}: zoom={least:.3g} does.")
     known = _CHECKED.setdefault(net, set())
     with no_side_effects():
         larger = F.interpolate(images, size=(rows, columns), mode="bicubic", align_corners=False)
@@ -101,10 +100,8 @@ def zoomed(net: DualBranch, images: Tensor, zoom: float) -> tuple[DualBranch, Te
         except (DataError, MemoryError, torch.cuda.OutOfMemoryError):
             raise
         except Exception as error:  # any user network, any failure
-            raise DataError(
-                f"zoom={zoom:g} needs images of {rows}x{columns}, and this {kind} takes one size only "
-                f"({error_line(error)})."
-            ) from error
+            what = f"zoom={zoom:g} needs images of {rows}x{columns}, and this {kind} takes one size only"
+            raise DataError(f"{what} ({error_line(error)}).") from error
     return finer, larger
 
 
