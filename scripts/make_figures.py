@@ -26,7 +26,7 @@ from sigcam.data.readers.shapes import scenes, shapes
 from sigcam.data.sample import Sample
 from sigcam.drawing.overlay import HEAT, SIGNED, grid, overlay, with_boxes, with_outline
 from sigcam.methods.explainer import explain_pass
-from sigcam.methods.map_config import MapConfig
+from sigcam.methods.registry import MapConfig
 from sigcam.methods.targets import Branch
 from sigcam.network.dual import DualBranch
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from sigcam.methods.registry import list_methods as list_methods
     from sigcam.models.classifier import load_classifier as load_classifier
     from sigcam.network.attachment import attach as attach
-    from sigcam.network.branch_file import load as load
+    from sigcam.network.attachment import load as load
     from sigcam.network.dual import Branches as Branches
     from sigcam.network.dual import DualBranch as DualBranch
     from sigcam.training.branch import FitResult as FitResult

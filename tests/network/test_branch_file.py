@@ -15,8 +15,7 @@ import sigcam
 from sigcam.core.config import FitConfig
 from sigcam.core.errors import CheckpointError
 from sigcam.models.state_dict import fingerprint
-from sigcam.network.attachment import attach
-from sigcam.network.branch_file import load
+from sigcam.network.attachment import attach, load
 from sigcam.network.dual import DualBranch
 from sigcam.training.branch import fit
 from support.tiny import Gap, InPlace, Normed, Probabilities, TwoHeads, Vgg, easy_data, images

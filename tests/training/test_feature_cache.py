@@ -340,7 +340,7 @@ def killed(tmp_path: Path, kills: int) -> None:
         if done % 5 == 4:
             clear_caches(tmp_path / "cache")
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
-    from sigcam.network.branch_file import load
+    from sigcam.network.attachment import load
 
     net = load(tmp_path / "branch.safetensors", network().model)
     assert torch.equal(net.last_layer("sigmoid").get_parameter("weight").detach(), weight)

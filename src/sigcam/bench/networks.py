@@ -22,8 +22,7 @@ from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint, mat
 from sigcam.evaluation.metric_table import data_facts
 from sigcam.models.classifier import Classifier, save_classifier
 from sigcam.models.state_dict import fingerprint
-from sigcam.network.attachment import attach
-from sigcam.network.branch_file import load
+from sigcam.network.attachment import attach, load
 from sigcam.network.dual import DualBranch
 from sigcam.network.opening import open_classifier, open_network
 from sigcam.training.branch import fit

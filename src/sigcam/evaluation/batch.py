@@ -15,9 +15,8 @@ from sigcam.data.sample import Sample
 from sigcam.evaluation.registry import BatchRecord, MetricSpec, boxes_for, mask_for
 from sigcam.methods.explainer import explain_pass
 from sigcam.methods.inputs import choose_classes, class_probabilities
-from sigcam.methods.map_config import MapConfig, Scale
 from sigcam.methods.postprocess import resize, unit_range
-from sigcam.methods.registry import METHODS
+from sigcam.methods.registry import METHODS, MapConfig, Scale
 from sigcam.methods.targets import Branch, at_least_float32, branch_logits, class_logits, head_of
 from sigcam.metrics.fidelity import insertion_deletion_curves
 from sigcam.metrics.localization import in_top

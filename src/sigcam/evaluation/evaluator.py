@@ -21,7 +21,7 @@ from sigcam.evaluation.batch import SCORERS, BatchEvaluator, Scorer, Variant
 from sigcam.evaluation.metric_table import EvalCheckpoint, MetricTable, evaluation_facts
 from sigcam.evaluation.registry import BatchRecord, boxes_for, choose_metrics, mask_for
 from sigcam.evaluation.result import Result
-from sigcam.methods.map_config import MapConfig
+from sigcam.methods.registry import MapConfig
 from sigcam.methods.targets import Branch
 from sigcam.models.preprocess import Preprocess
 from sigcam.models.state_dict import fingerprint

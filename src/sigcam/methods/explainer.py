@@ -16,10 +16,9 @@ from sigcam.core.errors import ConfigError
 from sigcam.core.types import GridSize
 from sigcam.methods.explanation import Explanation
 from sigcam.methods.inputs import Classes, ImageSource, Scores, as_batch, choose_classes
-from sigcam.methods.map_config import MapConfig, MapSize, Scale
 from sigcam.methods.postprocess import fuse_layers, unit_range
 from sigcam.methods.probe import Probe, no_autocast
-from sigcam.methods.registry import METHODS
+from sigcam.methods.registry import METHODS, MapConfig, MapSize, Scale
 from sigcam.methods.targets import Branch, Target, TargetName, as_target, head_of
 from sigcam.network.dilate import dilated
 from sigcam.network.dual import DualBranch, ForwardPass

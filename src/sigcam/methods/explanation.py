@@ -16,9 +16,8 @@ from PIL import Image
 from torch import Tensor
 
 from sigcam.drawing.overlay import ends, gradient, largest, overlay, with_boxes, with_contour, with_strips
-from sigcam.methods.map_config import Scale
 from sigcam.methods.postprocess import unit_range
-from sigcam.methods.registry import METHODS
+from sigcam.methods.registry import METHODS, Scale
 from sigcam.methods.targets import Branch
 from sigcam.metrics.boxes import boxes_at
 
@@ -83,8 +82,7 @@ class Explanation:
         return self.maps if self.maps.ndim == 3 else self.maps[:, 0]
 
     def boxes(self, threshold: float = 0.2, mode: Literal["largest", "all"] = "largest") -> list[Tensor]:
-        """Return, per image, xyxy boxes (G, 4) in map pixels around the values above `threshold` times the
-        map's maximum."""
+        """Return, per image, xyxy boxes (G, 4), in map pixels, of values above `threshold` x the maximum."""
         return boxes_at(self._unit_maps(), threshold, mode)
 
     def _unit_maps(self) -> Tensor:

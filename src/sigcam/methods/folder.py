@@ -17,7 +17,7 @@ from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint
 from sigcam.methods.explainer import explain
 from sigcam.methods.explanation import Explanation
 from sigcam.methods.inputs import Classes, ImageSource
-from sigcam.methods.map_config import MapConfig
+from sigcam.methods.registry import MapConfig
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.dual import DualBranch
 

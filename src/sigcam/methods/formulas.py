@@ -109,8 +109,7 @@ def eigen_cam(probe: Probe) -> Tensor:
 
 @method("eigengrad-cam", gives="gradients")
 def eigengrad_cam(probe: Probe) -> Tensor:
-    """Gradients times the first principal direction of gradients times features, with the sign that makes
-    the map positive where those are."""
+    """Gradients times the first principal direction of gradients times features, which sets its sign."""
     flat = (probe.grads * probe.features).flatten(-2)
     return probe.grads * first_component(flat, flat.sum(-2))[..., None, None]
 

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sigcam.core.types import GridSize
-from sigcam.methods.map_config import MapConfig, Scale
-from sigcam.methods.registry import METHODS
+from sigcam.methods.registry import METHODS, MapConfig, Scale
 
 
 def resize(maps: Tensor, size: GridSize, mode: Literal["bicubic", "bilinear"]) -> Tensor:

@@ -1,19 +1,22 @@
-"""METHODS: the registry of CAM methods, with every fact that other modules need about one."""
+"""METHODS: the registry of CAM methods, with all facts about one; MapConfig: the settings of a map."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Concatenate, Literal, ParamSpec
+from typing import Concatenate, Literal, ParamSpec, Self
 
 from torch import Tensor
 
 from sigcam.core.errors import ConfigError
 from sigcam.methods.probe import Probe
+from sigcam.methods.targets import Branch, Target, TargetName, as_target
 
 Function = Callable[[Probe], Tensor]
 Facts = ParamSpec("Facts")
+Scale = Literal["unit", "raw"]
+MapSize = Literal["image", "features"] | tuple[int, int] | None  # (height, width)
 
 
 @dataclass(frozen=True)
@@ -104,3 +107,36 @@ def method_name(name: str) -> str:
 def _normalized(name: str) -> str:
     """Return a name in lower case without separators."""
     return name.lower().translate({ord(separator): None for separator in "-_ "})
+
+
+@dataclass(frozen=True)
+class MapConfig:
+    """Settings of a map; see the arguments of `explain`."""
+
+    method: str = "grad-cam"
+    branch: Branch = "sigmoid"
+    clamp: bool | None = None
+    target: Target | TargetName = "class"
+    scale: Scale = "unit"
+    batch_size: int | None = None
+    top_n: int | None = None
+
+    def checked(self) -> Self:
+        """Return the config with its defaults filled in; ConfigError if a value is unknown."""
+        if self.branch not in ("sigmoid", "softmax", "centred"):
+            raise ConfigError(f"unknown branch {self.branch!r}: there are sigmoid, softmax and centred.")
+        if self.scale not in ("unit", "raw"):
+            raise ConfigError(f"unknown scale {self.scale!r}: there are unit and raw.")
+        for name, value in (("batch_size", self.batch_size), ("top_n", self.top_n)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be 1 or more, not {value}.")
+        as_target(self.target, self.branch)
+        clamp = self.clamp
+        if clamp is None:  # the softmax baseline keeps its signed weights
+            clamp = self.branch == "sigmoid" and self.scale == "unit"
+        return replace(self, method=method_name(self.method), clamp=clamp)
+
+    @property
+    def target_name(self) -> str:
+        """The name of the target or of its function."""
+        return self.target if isinstance(self.target, str) else getattr(self.target, "__name__", "custom")

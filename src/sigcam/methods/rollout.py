@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -43,14 +42,6 @@ def token_shares(net: DualBranch, images: Tensor) -> tuple[Tensor, GridSize]:
 Tokens = tuple[Tensor, int]  # a tensor and its token axis
 
 
-@dataclass
-class _AttentionLayer:
-    """The inputs and the output of an attention layer in the autograd graph."""
-
-    inputs: list[Tokens]
-    output: Tokens
-
-
 class _AttentionRecorder(TorchFunctionMode):
     """Multiplies the attention matrices of one forward pass; with `grad`, records how the model is built.
 
@@ -63,7 +54,7 @@ class _AttentionRecorder(TorchFunctionMode):
         self.batch = 0
         self.one_by_one = False  # images and heads share an axis, in unknown order
         self.other_softmaxes = set[GridSize]()  # shapes of softmaxes that are not self-attention
-        self.layers: list[_AttentionLayer] = []
+        self.layers: list[tuple[list[Tokens], Tokens]] = []  # inputs and output of each attention layer
         self.sequences: list[Tokens] = []  # token sequences computed after the last attention layer, in order
         self.head_inputs: list[Tensor] = []
         self.logits: Tensor
@@ -154,7 +145,7 @@ class _AttentionRecorder(TorchFunctionMode):
         """Record nn.MultiheadAttention, which can return its weights, (B, heads, L, L)."""
         need_weights, average = kwargs.get("need_weights", True), kwargs.get("average_attn_weights", True)
         out, weights = func(*args, **{**kwargs, "need_weights": True, "average_attn_weights": False})
-        self._multiply(weights, _AttentionLayer([(x, 0) for x in args[:3]], (out, 0)))
+        self._multiply(weights, [(x, 0) for x in args[:3]], (out, 0))
         if not need_weights:
             return out, None
         return out, weights.mean(-3) if average else weights
@@ -172,7 +163,6 @@ class _AttentionRecorder(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> None:
         """Record a fused kernel, which returns no weights: compute them again, head by head."""
-        layer = _AttentionLayer([(query, -2), (key, -2), (value, -2)], (out, -2))
         shape = (*query.shape[:-1], key.shape[-2])  # (B, heads, L, L)
         with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
             if is_causal:
@@ -190,7 +180,7 @@ class _AttentionRecorder(TorchFunctionMode):
                     q, k, b = q.select(-3, head), k.select(-3, head // groups), b.select(-3, head)
                 q, k, b = map(at_least_float32, (q, k, b))
                 mean = mean + (q @ k.mT * scale + b).softmax(-1) / heads
-        self._multiply(mean, layer)
+        self._multiply(mean, [(query, -2), (key, -2), (value, -2)], (out, -2))
 
     def _record_softmax(
         self, out: Tensor, input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any
@@ -204,9 +194,9 @@ class _AttentionRecorder(TorchFunctionMode):
             self.other_softmaxes.add(GridSize.of(weights))
         else:
             diagonal = scores.diagonal(dim1=-2, dim2=-1)  # scores of a token with itself depend on no other
-            self._multiply(weights, _AttentionLayer([(diagonal, -1)], (out, -3 - axis)))
+            self._multiply(weights, [(diagonal, -1)], (out, -3 - axis))
 
-    def _multiply(self, weights: Tensor, layer: _AttentionLayer) -> None:
+    def _multiply(self, weights: Tensor, inputs: list[Tokens], output: Tokens) -> None:
         """Multiply the product of the layers before by (A + I) / 2, where A is the mean over heads."""
         rows, columns = weights.shape[-2:]
         before = columns if self._product is None else self._product.shape[-1]
@@ -224,8 +214,8 @@ class _AttentionRecorder(TorchFunctionMode):
             mean.div_(2)
             self._product = mean if self._product is None else mean @ self._product
         if self.grad:
-            self.layers.append(layer)
-            self.sequences = [layer.output]
+            self.layers.append((inputs, output))
+            self.sequences = [output]
 
 
 def _reading_weights(first: _AttentionRecorder) -> Tensor:
@@ -236,8 +226,8 @@ def _reading_weights(first: _AttentionRecorder) -> Tensor:
     both kinds, the gradient's size divides the weight between them.
     """
     product, (p, q) = first.product, first.grid
-    for before, after in pairwise(first.layers):
-        _check_no_mixing(first, after.inputs, before.output)
+    for (_, output), (inputs, _) in pairwise(first.layers):
+        _check_no_mixing(first, inputs, output)
     outputs = [t for t in first.head_inputs if t.is_floating_point() and t.requires_grad]
     if not outputs or any(t.shape[2:].numel() > 1 for t in outputs):
         outputs = [first.logits]  # the head runs on every token
@@ -251,7 +241,7 @@ def _reading_weights(first: _AttentionRecorder) -> Tensor:
     (last, axis), gradient = first.sequences[reached[-1]], gradients[reached[-1]]
     assert gradient is not None
     if reached[-1]:
-        _check_no_mixing(first, [(last, axis)], first.layers[-1].output)
+        _check_no_mixing(first, [(last, axis)], first.layers[-1][1])
     sizes = gradient.movedim(axis, 0).flatten(1).to(product.dtype).norm(dim=1)  # (L,)
     reading = torch.zeros_like(sizes)
     read = (sizes[: -p * q] > 0).to(sizes)

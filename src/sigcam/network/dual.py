@@ -217,7 +217,7 @@ class DualBranch(nn.Module):
 
     def save(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Write the sigmoid branch, and what `load` needs to check that it fits, to a safetensors file."""
-        from sigcam.network.branch_file import save_branch
+        from sigcam.network.attachment import save_branch
 
         save_branch(self, Path(path), dtype)
 

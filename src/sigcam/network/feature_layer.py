@@ -104,9 +104,8 @@ class FeatureFinder:
             return shared[-1]
         outermost = (self.trace.outermost(o) for o, _ in self.alive if o.value in ends)
         names = ", ".join(dict.fromkeys(repr(o.name) for o in outermost))
-        raise AttachError(
-            f"several layers of {self.kind} feed its head: {names}. Name one: attach(model, layer='...')."
-        )
+        what = f"several layers of {self.kind} feed its head: {names}"
+        raise AttachError(f"{what}. Name one: attach(model, layer='...').")
 
     def named_layer(self, name: str) -> Candidate:
         """The output of the module that `layer=` names."""

@@ -10,8 +10,7 @@ import torch
 
 from sigcam.core.errors import CheckpointError, ConfigError
 from sigcam.models.classifier import Classifier, load_classifier
-from sigcam.network.attachment import attach
-from sigcam.network.branch_file import load
+from sigcam.network.attachment import attach, load
 from sigcam.network.dual import DualBranch
 
 SHIPPED = Path(__file__).parent / "shipped" / "embedded.safetensors"  # its card is beside it

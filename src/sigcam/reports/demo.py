@@ -20,7 +20,7 @@ from sigcam.data.readers.shapes import scenes, shapes
 from sigcam.data.sample import Sample, Samples, data_fingerprint
 from sigcam.methods.explainer import explain, explain_pass
 from sigcam.methods.explanation import data_uri
-from sigcam.methods.map_config import MapConfig
+from sigcam.methods.registry import MapConfig
 from sigcam.methods.postprocess import disagreement
 from sigcam.methods.targets import Branch
 from sigcam.metrics.boxes import foreground

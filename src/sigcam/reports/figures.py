@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from sigcam.data.sample import Samples
 from sigcam.drawing.overlay import colours, grid, overlay, with_outline
 from sigcam.methods.explainer import explain, explain_pass
-from sigcam.methods.map_config import MapConfig
+from sigcam.methods.registry import MapConfig
 from sigcam.methods.targets import Branch
 from sigcam.network.dual import DualBranch
 

@@ -22,8 +22,7 @@ from sigcam.data.registry import guess_format, open_dataset
 from sigcam.data.sample import Sample, Samples, data_fingerprint
 from sigcam.drawing.contact_sheet import contact_sheet
 from sigcam.methods.explainer import explain_pass
-from sigcam.methods.map_config import MapConfig
-from sigcam.methods.registry import METHODS
+from sigcam.methods.registry import METHODS, MapConfig
 from sigcam.methods.rollout import rollout_maps
 from sigcam.models.classifier import Classifier
 from sigcam.network.dual import DualBranch

@@ -20,9 +20,8 @@ from sigcam.drawing.overlay import overlay, with_boxes
 from sigcam.methods.explainer import explain_pass
 from sigcam.methods.explanation import data_uri
 from sigcam.methods.inputs import as_batch
-from sigcam.methods.map_config import MapConfig
 from sigcam.methods.postprocess import disagreement, finish_maps
-from sigcam.methods.registry import METHODS
+from sigcam.methods.registry import METHODS, MapConfig
 from sigcam.methods.targets import at_least_float32, class_logits
 from sigcam.metrics.boxes import boxes_at
 from sigcam.models.preprocess import Preprocess
