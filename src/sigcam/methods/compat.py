@@ -86,8 +86,8 @@ class _Cam:
             raise ConfigError("eigen_smooth is not offered; EigenGradCAM does the same to gradients.")
         images = images.to(self.net.device)
         parsed = _parse_targets(targets, len(images), self.net.classes)
-        options = {"layers": self.layers, "aug_smooth": aug_smooth, "batch_size": self.batch_size}
-        run: Any = partial(explain, self.net, method=self.method, branch=self.branch, **options)
+        at_layers = partial(explain, self.net, method=self.method, branch=self.branch, layers=self.layers)
+        run = partial(at_layers, aug_smooth=aug_smooth, batch_size=self.batch_size)
         if not isinstance(parsed, list):
             parts = [run(images, classes=parsed, target=score)]
         elif METHODS[self.method].perturbs is None:

@@ -97,8 +97,9 @@ def unwrap(model: nn.Module) -> nn.Module:
     """Return the network inside DataParallel and torch.compile."""
     if not isinstance(model, nn.Module):
         raise AttachError(f"attach needs a torch.nn.Module, not {type(model).__name__}.")
-    parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-    inner = model.module if parallel else getattr(model, "_orig_mod", None)
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        inner = model.module
     return model if inner is None else unwrap(inner)
 
 
