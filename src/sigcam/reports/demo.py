@@ -20,8 +20,8 @@ from sigcam.data.readers.shapes import scenes, shapes
 from sigcam.data.sample import Sample, Samples, data_fingerprint
 from sigcam.methods.explainer import explain, explain_pass
 from sigcam.methods.explanation import data_uri
-from sigcam.methods.registry import MapConfig
 from sigcam.methods.postprocess import disagreement
+from sigcam.methods.registry import MapConfig
 from sigcam.methods.targets import Branch
 from sigcam.metrics.boxes import foreground
 from sigcam.models.classifier import Classifier, load_classifier, save_classifier
