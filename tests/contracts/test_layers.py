@@ -71,3 +71,10 @@ def test_no_file_bears_the_name_of_a_public_function_that_it_could_shadow():
     assert taken == {"bootstrap", "metrics"}  # public as modules
     for name in ("fit", "explain", "evaluate", "attach", "load"):
         assert callable(getattr(sigcam, name))
+
+
+def test_the_map_of_the_code_names_files_that_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|svg))`", text)) - {"data/readers/x.py", "cli/x.py"}
+    assert len(named) >= 12
+    assert not {name for name in named if not ((SOURCE / name).is_file() or (ROOT / name).is_file())}

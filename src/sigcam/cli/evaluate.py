@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ class EvaluateOptions(
 ):
     """Options of `sigcam evaluate`; lists are comma-separated."""
 
-    data: str = option("Annotated images: a WSOL metadata folder, or `shapes`.")
+    data: str = option("Annotated images, in any layout that can be read, or `shapes`.")
     maps: Path | None = option("Score this folder of .npy or .png maps, named by image id.", None)
     split: str = option("Split of the data.", "test")
     branch: str = option("File of a fitted branch.", "")
@@ -122,6 +123,7 @@ def _evaluate_network(options: EvaluateOptions, progress: Progress) -> tuple[Dua
     from sigcam.data.registry import open_dataset
     from sigcam.data.sample import check_disjoint
     from sigcam.evaluation.evaluator import evaluate
+    from sigcam.methods.map_config import MapConfig
     from sigcam.network.opening import find_branch_file, has_shipped_branch, open_network
 
     o, metrics = options, _words(options.metrics)
@@ -131,6 +133,9 @@ def _evaluate_network(options: EvaluateOptions, progress: Progress) -> tuple[Dua
     if not branches:
         only_head = branch in ("softmax", "centred")
         branches = [branch] if only_head else ["softmax", "sigmoid" if branch else "centred"]
+    methods = _words(o.method) or ["grad-cam"]
+    for method, source in product(methods, branches):
+        MapConfig(method, source).checked()  # before anything is opened
     if "sigmoid" in branches:
         branch = o.branch or "sigmoid"
         find_branch_file(branch, o.model, o.weights)  # raises if no branch is fitted
@@ -147,7 +152,7 @@ def _evaluate_network(options: EvaluateOptions, progress: Progress) -> tuple[Dua
         check_writable(o.output)
     net = open_network(o.model, o.weights, branch, head=o.head, layer=o.layer, device=o.device).net
     settings: Any = {
-        "methods": _words(o.method) or ["grad-cam"],
+        "methods": methods,
         "branches": branches,
         "batch_size": o.batch_size,
         "workers": o.workers,
