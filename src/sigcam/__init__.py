@@ -1,7 +1,5 @@
 """sigcam: evidence maps for any image classifier, drawn from a sigmoid branch beside its softmax head."""
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

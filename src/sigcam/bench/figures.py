@@ -1,7 +1,5 @@
 """Figures of the benchmark: maps with boxes, and the distortions of a shifted head."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Evaluate a network and arrange its numbers as rows of a table, with intervals and paired differences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The classifiers under test, given or trained on the data, each with a fitted branch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace

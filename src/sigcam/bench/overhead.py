@@ -1,7 +1,5 @@
 """Measure the cost of the branch: parameters, time per image, training time."""
 
-from __future__ import annotations
-
 import time
 from statistics import median
 from typing import Any

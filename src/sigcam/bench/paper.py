@@ -1,7 +1,5 @@
 """Numbers published in the paper (published.csv), and the rows, methods and networks that it compares."""
 
-from __future__ import annotations
-
 import csv
 from importlib.resources import files
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Plan: the data, classifier and numbers of images that the tables of `sigcam bench` are made with."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

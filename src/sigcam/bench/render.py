@@ -1,7 +1,5 @@
 """Write results as JSON, CSV and Markdown, and all of them as one HTML page."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Run the targets of `sigcam bench`; write their tables and the page."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

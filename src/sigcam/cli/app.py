@@ -1,7 +1,5 @@
 """The `sigcam` command: COMMANDS, and the typer application made from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """`sigcam bench`: the paper's tables and figures."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`sigcam cache`: list cached features, or remove them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What the commands print: tables, skipped files, and progress with an ETA."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """`sigcam demo`: the whole job offline, on synthetic images."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

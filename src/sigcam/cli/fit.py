@@ -1,7 +1,5 @@
 """`sigcam fit`: attach a sigmoid branch to a trained classifier and fit it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path

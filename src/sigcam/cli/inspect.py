@@ -1,7 +1,5 @@
 """`sigcam inspect`: how a classifier is split, and the contents of a data set."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run the command line: bad input is one line on stderr and exit code 2."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

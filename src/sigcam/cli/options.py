@@ -1,7 +1,5 @@
 """Command-line options made from dataclasses, so that an option's name, type, default and help exist once."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator

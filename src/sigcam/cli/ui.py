@@ -1,7 +1,5 @@
 """`sigcam ui`: the page in the browser."""
 
-from __future__ import annotations
-
 import typer
 
 from sigcam.ui.serve import UiOptions, serve

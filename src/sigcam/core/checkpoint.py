@@ -1,7 +1,5 @@
 """Checkpoint: the state of unfinished work in one file, resumed only by exactly the same work."""
 
-from __future__ import annotations
-
 import pickle
 from contextlib import suppress
 from functools import cache

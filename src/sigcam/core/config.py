@@ -1,7 +1,5 @@
 """Training settings as frozen dataclasses. Importing this module does not import torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """torch.distributed with torchrun: process group, rank, sharding, collectives. No-ops in a single process."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Atomic writes, fingerprints of files and values, one-line error texts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

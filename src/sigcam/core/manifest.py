@@ -1,7 +1,5 @@
 """manifest.json: the command, versions and facts that an output folder was made with."""
 
-from __future__ import annotations
-
 import json
 import platform
 import shlex

@@ -1,7 +1,5 @@
 """Decode samples into batches of tensors, in order; unreadable files are reported, not fatal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """Score maps on disk, .npy or .png, named after the images they belong to."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice

@@ -1,7 +1,5 @@
 """Registry of data set layouts: how each one is read and recognized."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Helpers for readers: lines of text files, whole numbers, boxes."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path

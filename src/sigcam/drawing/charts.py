@@ -1,7 +1,5 @@
 """Line charts as inline SVG, coloured by the style sheet of the page."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape

@@ -1,7 +1,5 @@
 """Contact sheet: some images of a data set with their boxes and masks, to check the annotations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """Draw maps, which are (H, W) tensors, boxes, outlines, captions and legends on PIL images; arrange grids."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

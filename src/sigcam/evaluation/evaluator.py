@@ -1,7 +1,5 @@
 """evaluate: measure the maps that a network draws; evaluate_maps: measure maps from files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Examples: the maps of some images, with a few numbers of each, for the report of an evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

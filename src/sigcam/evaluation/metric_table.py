@@ -1,7 +1,5 @@
 """MetricTable: the metrics of every variant, updated batch by batch; EvalCheckpoint: its saved state."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from itertools import product

@@ -1,7 +1,5 @@
 """Registry of metrics: the annotations each one needs and how a batch updates it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

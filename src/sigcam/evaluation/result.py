@@ -1,7 +1,5 @@
 """Result: the numbers of an evaluation as rows, tables and JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """GradCAM and its siblings: `explain` with the call signature of pytorch-grad-cam."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Explanation: maps with the scores of their classes; overlays, boxes, files and notebook display."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Draw the maps of many images into a folder; an interrupted run continues where it stopped."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The CAM methods, one function each: from a Probe to the weights of Eq. 4 (Eq. 5, 7)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

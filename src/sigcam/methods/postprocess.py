@@ -1,7 +1,5 @@
 """Finish raw maps as score maps (PROTOCOL 4.3), and compare two of them."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Probe: what a CAM method may ask about a batch: features, scores, gradients, scores of altered inputs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

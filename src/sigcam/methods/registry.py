@@ -1,7 +1,5 @@
 """METHODS: the registry of CAM methods, with all facts about one; MapConfig: the settings of a map."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches

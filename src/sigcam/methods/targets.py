@@ -1,7 +1,5 @@
 """Targets: the scalar that a map explains, computed from the logits of a branch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Base classes for metrics: summable state, optional per-image rows, input checks."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Callable, Sequence

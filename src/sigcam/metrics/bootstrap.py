@@ -1,7 +1,5 @@
 """Percentile bootstrap over images: intervals of a metric, or of the difference of two."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ half precision are multiplied in float32, where that product is exact. Threshold
 highest level, in float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal

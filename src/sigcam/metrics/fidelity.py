@@ -1,7 +1,5 @@
 """Fidelity metrics: the class's score on images masked by their maps (PROTOCOL 6)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

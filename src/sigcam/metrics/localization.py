@@ -1,7 +1,5 @@
 """Localisation metrics (PROTOCOL 5); results are percent."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 

@@ -10,8 +10,6 @@ tables. The kernels are plain loops, since slices and array expressions take sec
 are unsigned: checking whether they are negative took a quarter of the time.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

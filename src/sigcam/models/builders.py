@@ -1,7 +1,5 @@
 """Build classifiers: one function for each prefix of a model name, registered in BUILDERS."""
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """Preprocessing: from an image to the tensor that a classifier takes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """State dicts: read without running code, rename to fit a model, load strictly."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -4,8 +4,6 @@ Plain names are for gradient methods, `-cam` for vanilla CAM (global average poo
 `-28` has feature maps of 28 x 28 instead of 14 x 14 for images of 224 pixels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """attach adds a sigmoid branch to a trained classifier; save_branch and load keep it in a file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which output of a traced network is F, the last feature map before its head, and how it folds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal

@@ -1,7 +1,5 @@
 """Kinds of modules and torch functions (activations, normalisation, pooling), and replacing a module."""
 
-from __future__ import annotations
-
 from torch import nn
 
 _ACTIVATIONS = (

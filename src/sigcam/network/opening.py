@@ -1,7 +1,5 @@
 """Open a classifier, with or without its branch, from the options of the commands and the page."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Make a private copy of a classifier that computes the same logits faster; each step is checked."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Collection

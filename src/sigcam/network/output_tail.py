@@ -1,7 +1,5 @@
 """Record the steps from the output layers to the logits, so that a copy of the head can repeat them."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

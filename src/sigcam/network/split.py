@@ -6,8 +6,6 @@ the grid (see `feature_layer`); the head is the outermost module around the outp
 and returns the logits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal

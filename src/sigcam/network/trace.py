@@ -1,7 +1,5 @@
 """Run a user's network in eval mode, under a lock, and record module outputs and torch functions."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping

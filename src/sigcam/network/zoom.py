@@ -1,7 +1,5 @@
 """Finer maps from enlarged images, with position embeddings resampled where the network needs it."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math

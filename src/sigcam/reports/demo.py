@@ -1,7 +1,5 @@
 """The demo: the whole job offline, on synthetic images and the embedded model, with a report."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path

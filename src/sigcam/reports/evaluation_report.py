@@ -1,7 +1,5 @@
 """The report of an evaluation: tables with intervals, threshold curves, reliability, example images."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The report of `sigcam explain`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Figures of maps: both heads side by side, and the two distortions of the softmax head."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

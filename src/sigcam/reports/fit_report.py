@@ -1,7 +1,5 @@
 """The report of a fit: main numbers, details and a plot."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

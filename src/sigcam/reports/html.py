@@ -1,7 +1,5 @@
 """Pages: one self-contained HTML file of tables, charts and images; all text is escaped."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,7 +1,5 @@
 """Facts about a network (split, usable methods, methods that coincide) and about a data set."""
 
-from __future__ import annotations
-
 import io
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Training views of images: the paper's random crop and flip, drawn from explicit seeds."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

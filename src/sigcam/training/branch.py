@@ -1,7 +1,5 @@
 """fit: train the sigmoid branch, and nothing else, with class-balanced binary cross-entropy (Eq. 12)."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import asdict, dataclass, replace
 from functools import partial

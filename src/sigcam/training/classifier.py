@@ -1,7 +1,5 @@
 """train_classifier: train a softmax classifier to attach to, whole or in part, as the paper's baselines."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ its image files, and is written after the rows. After a kill, a flipped byte or 
 affected chunks are computed again. Several processes may fill one cache, each its own chunks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

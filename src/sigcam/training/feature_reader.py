@@ -1,7 +1,5 @@
 """HeadInputs computes what enters the sigmoid head; FeatureReader does so for samples, with the cache."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Iterable, Sequence

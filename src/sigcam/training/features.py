@@ -1,7 +1,5 @@
 """extract: from images to what enters the head, computed once per image and view, or read from a file."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """train_probe: train the last layer of a classifier on a frozen backbone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The class-balanced loss (Eq. 12), its weights and targets."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

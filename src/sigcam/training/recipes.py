@@ -1,7 +1,5 @@
 """Three ways to train a head: solve for it, or take gradient steps over cached or over fresh features."""
 
-from __future__ import annotations
-
 import copy
 import math
 import time

@@ -1,7 +1,5 @@
 """Checks of FitConfig and TrainConfig; nothing here imports torch, so that a command fails early."""
 
-from __future__ import annotations
-
 import math
 
 from sigcam.core.config import FitConfig, TrainConfig

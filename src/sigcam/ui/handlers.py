@@ -1,7 +1,5 @@
 """Event handlers of the page's controls."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 import threading

@@ -1,7 +1,5 @@
 """HTML of the page: panels, boxes, legend, classes, progress and download links, with text escaped."""
 
-from __future__ import annotations
-
 import base64
 import mimetypes
 from collections.abc import Sequence

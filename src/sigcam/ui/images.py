@@ -1,7 +1,5 @@
 """Images that visitors can open: uploads and a gallery, checked before they are decoded."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Layout of the page, with the handler of each control, and its server."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from html import escape
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Access control: the login, and middleware that checks requests and limits uploads."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping

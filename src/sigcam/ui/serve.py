@@ -1,7 +1,5 @@
 """`sigcam ui`: open the networks and images, then serve the page."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable

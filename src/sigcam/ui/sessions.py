@@ -1,7 +1,5 @@
 """State of each visitor, kept for a limited time."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Networks of the page, and what visitors choose from: heads, methods and classes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

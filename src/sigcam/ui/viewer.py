@@ -1,7 +1,5 @@
 """Viewer: the maps that a visitor requests of one image, drawn from one forward pass of each network."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

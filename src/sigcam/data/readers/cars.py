@@ -1,7 +1,5 @@
 """Stanford Cars as published: 196 car models with one box per image, in MATLAB files."""
 
-from __future__ import annotations
-
 import importlib
 import reprlib
 from collections.abc import Iterable

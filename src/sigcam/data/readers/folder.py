@@ -1,7 +1,5 @@
 """Class folders of images, optionally with boxes in boxes.csv."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """ImageNet ILSVRC as published: synset folders or a flat val folder, with boxes in XML files."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from functools import partial

@@ -4,8 +4,6 @@ A class is a crest or a cap, a barred or a spotted wing, a forked or a fanned ta
 rest (colours, build, pose, size, position, background, distractors) depends on the seed, not on the class.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 from pathlib import Path
