@@ -25,7 +25,7 @@ from sigcam.data.sample import match_classes
 from sigcam.evaluation.evaluator import evaluate
 from sigcam.network.opening import SHIPPED, open_network
 from sigcam.training.branch import fit
-from sigcam.training.features_file import read_features
+from sigcam.training.features import read_features
 
 CONFIG = FitConfig(prior="softmax", views=2)
 
