@@ -140,32 +140,35 @@ DIFFERENCES: dict[str, tuple[str, str, str, str, str]] = {
     "eigen_cam": (
         "pytorch-grad-cam",
         "Eigen-CAM",
-        "takes each channel's mean over the grid off before the SVD, and leaves the sign as it comes",
-        "decomposes the features as they are, and orients the map to be positive where activation is",
+        "subtracts each channel's mean over the grid before the SVD, and keeps whatever sign results",
+        "decomposes the features without centring, and chooses the sign that makes the map positive "
+        "where activations are strong",
         "the paper decomposes the features themselves; with a free sign the object may come out dark",
     ),
     "eigengrad_cam": (
         "pytorch-grad-cam",
         "EigenGrad-CAM",
         "the same, on gradient times features",
-        "no centring; positive where the sum over channels of gradient times features is",
+        "no centring; the sign makes the map positive where the sum over channels of gradient times "
+        "features is positive",
         "centring removes evidence that is spread over the whole image, and the sign is arbitrary",
     ),
     "ablation_cam_negative_score": (
         "pytorch-grad-cam",
         "Ablation-CAM",
-        "divides the drop by the score with its sign, so that a negative score flips every weight",
+        "divides the drop by the signed score, so that a negative score flips every weight",
         "divides by the score's absolute value",
-        "a channel whose loss lowers the score is evidence for the class, whatever the score's sign",
+        "a channel whose removal lowers the score is evidence for the class, even if the score is negative",
     ),
     "ablation_cam_value": (
         "pytorch-grad-cam",
         "Ablation-CAM",
-        "unless the smallest feature is exactly 0, sets a channel ten million below the smallest value among "
-        "the variants made so far, so that each channel of a chunk is set lower than the one before",
+        "unless the smallest feature is exactly 0, sets a channel ten million below the smallest "
+        "value among the variants made so far, so that each channel of a chunk is set lower than the "
+        "one before",
         "sets the channel to 0",
-        "the paper sets it to 0; a huge value leaves what the network knows, and makes weights depend on the "
-        "channels' order and on the batch size",
+        "the paper sets it to 0; a huge value is far outside the range of real activations, and makes "
+        "weights depend on the channels' order and on the batch size",
     ),
     "score_cam_corners": (
         "pytorch-grad-cam",
@@ -179,7 +182,7 @@ DIFFERENCES: dict[str, tuple[str, str, str, str, str]] = {
         "Layer-CAM of several layers",
         "the mean of the layers' maps",
         "their maximum, with tanh on all but the last layer's",
-        "Layer-CAM's paper fuses so: fine detail of early layers is not averaged away",
+        "as in the Layer-CAM paper: fine detail of early layers is not averaged away",
     ),
     "scaling": (
         "pytorch-grad-cam, torch-cam",
@@ -191,14 +194,15 @@ DIFFERENCES: dict[str, tuple[str, str, str, str, str]] = {
     "short_targets": (
         "pytorch-grad-cam",
         "all",
-        "takes a list of targets that is too short; the images without one get no gradient and blank maps",
-        "refuses the call and says how many classes it wants",
-        "a silent wrong batch is worse than an error",
+        "accepts a list of targets that is too short; the images without one get no gradient and blank maps",
+        "raises an error that says how many classes it expects",
+        "a silently wrong batch is worse than an error",
     ),
     "grad_cam_pp_division": (
         "torch-cam",
         "Grad-CAM++",
-        "divides a copy and throws it away: a channel's weight is the sum of its positive gradients cubed",
+        "divides a copy and discards the result: a channel's weight is the sum of its positive "
+        "gradients cubed",
         "divides as the paper does, with 1e-6 in the denominator",
         "the division is the method",
     ),
@@ -219,8 +223,8 @@ DIFFERENCES: dict[str, tuple[str, str, str, str, str]] = {
     "finer_cam_strength": (
         "torch-cam",
         "Finer-CAM",
-        "takes 0.6 times the plain mean of the nearest classes off",
-        "takes off their mean weighted by probability, at full strength",
+        "subtracts 0.6 times the plain mean of the nearest classes",
+        "subtracts their mean weighted by probability, at full strength",
         "the likelier rival counts more; `target=` takes any function of the logits for other choices",
     ),
 }

@@ -209,8 +209,8 @@ def test_a_functional_activation_counts_as_a_module_does() -> None:
 def test_finishing_is_what_opencv_does_on_both_paths(p: int, q: int, h: int, w: int, seed: int) -> None:
     low = torch.randn(2, p, q, generator=torch.Generator().manual_seed(seed))
     a, b = (finish_maps(low[None], method, (h, w), "unit")[0] for method in ("cam", "grad-cam"))
-    for i in range(2):
-        assert np.abs(a[i].numpy() - path_a(low[i].numpy(), h, w)).max() < scaling_error(low[i])
+    for i in range(2):  # absolute bicubic weights sum to up to 1.375 per axis, bilinear ones to 1
+        assert np.abs(a[i].numpy() - path_a(low[i].numpy(), h, w)).max() < 1.9 * scaling_error(low[i])
         assert np.abs(b[i].numpy() - path_b(low[i].numpy(), h, w)).max() < scaling_error(low[i].relu())
 
 

@@ -123,7 +123,7 @@ def _evaluate_network(options: EvaluateOptions, progress: Progress) -> tuple[Dua
     from sigcam.data.registry import open_dataset
     from sigcam.data.sample import check_disjoint
     from sigcam.evaluation.evaluator import evaluate
-    from sigcam.methods.map_config import MapConfig
+    from sigcam.methods.registry import MapConfig
     from sigcam.network.opening import find_branch_file, has_shipped_branch, open_network
 
     o, metrics = options, _words(options.metrics)
