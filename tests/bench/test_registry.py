@@ -59,6 +59,7 @@ SPEC = TableSpec(
 )
 
 
+@pytest.mark.slow
 def test_a_table_registered_from_outside_works_everywhere(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_table_registered_from_outside_works_everywhere(
     assert "| `mine` | the pointing game of HiResCAM |" in page
 
 
+@pytest.mark.slow
 def test_rows_made_by_other_code_are_not_served(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluated, evaluate = list[int](), measure.evaluate
     monkeypatch.setattr(measure, "evaluate", lambda *a, **k: evaluated.append(1) or evaluate(*a, **k))

@@ -52,6 +52,7 @@ def plan(tmp_path: Path) -> Plan:
     return Plan(tmp_path / "data", tmp_path / "out", 12, 24, 1.0, model, batch_size=8)
 
 
+@pytest.mark.slow
 def test_a_table_has_every_row_with_interval_and_difference_and_goes_on_where_it_was(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_table_has_every_row_with_interval_and_difference_and_goes_on_where_it
     assert "map from" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_fidelity_has_both_scorers_and_the_mean_map(plan: Plan) -> None:
     rows = bench_run.table1(plan, QUIET)
     assert len(rows) == 5 * 6
@@ -127,6 +129,7 @@ def test_fewer_images_can_be_learned_from(plan: Plan) -> None:
     assert {total for stage, total in told if stage == "features"} == {12}
 
 
+@pytest.mark.slow
 def test_the_weight_of_positives_is_tried_at_three_values(plan: Plan) -> None:
     rows = bench_run.pos_weight(plan, QUIET)
     assert [row.get("pos_weight") for row in rows] == [None] * 8 + [1] * 4 + [2] * 4  # C - 1 is 2
@@ -192,6 +195,7 @@ def test_losses_are_printed_as_losses(plan: Plan) -> None:
     assert verdict(row(40.0, (10.0, 8.0, 12.0), "mean_map"), "mean_map") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("table", "rows"), [("table2", 24), ("sources", 12)])
 def test_two_processes_make_the_table_of_one(plan: Plan, tmp_path: Path, table: str, rows: int) -> None:
     write_wsol_dataset(plan.data, "pets", per_class=30, seed=1, masks=True)  # more than a chunk of features
@@ -210,6 +214,7 @@ def test_two_processes_make_the_table_of_one(plan: Plan, tmp_path: Path, table: 
             assert two["intervals"][metric] == pytest.approx(ends)
 
 
+@pytest.mark.slow
 def test_sources_tell_clamping_centring_training_and_penalty_apart(plan: Plan) -> None:
     write_wsol_dataset(plan.data, "pets", seed=1)
     write_wsol_dataset(plan.data, "cars", seed=2)
@@ -246,6 +251,7 @@ def test_the_shift_of_a_head_is_the_part_that_no_probability_sees() -> None:
     assert measure.logit_shift(net) == pytest.approx(0.0)
 
 
+@pytest.mark.slow
 def test_masks_are_scored_by_pixels_and_imagenet_keeps_the_published_head(plan: Plan) -> None:
     write_wsol_dataset(plan.data, "openimages", masks=True)
     write_wsol_dataset(plan.data, "ilsvrc", seed=1)
@@ -261,6 +267,7 @@ def test_masks_are_scored_by_pixels_and_imagenet_keeps_the_published_head(plan: 
     assert not all(map(torch.equal, trained.model.parameters(), own.parameters()))
 
 
+@pytest.mark.slow
 def test_given_classifiers_are_taken_and_without_vanilla_cam_where_the_head_is_deep(plan: Plan) -> None:
     path = plan.output.parent / "deep.py"
     path.write_text(MODEL.format(head=MLP.format(classes=3)))
@@ -279,6 +286,7 @@ def test_given_classifiers_are_taken_and_without_vanilla_cam_where_the_head_is_d
     assert all(map(torch.equal, net.model.parameters(), classifier.parameters()))
 
 
+@pytest.mark.slow
 def test_all_makes_what_it_can_and_then_says_what_it_could_not(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +304,7 @@ def test_all_makes_what_it_can_and_then_says_what_it_could_not(
     assert not {"table1.json", "overhead.json"} & made
 
 
+@pytest.mark.slow
 def test_damaged_work_is_made_anew_or_named(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
     run_bench("table2", plan, None)
     before = json.loads((plan.output / "table2.json").read_text())["rows"]
@@ -345,6 +354,7 @@ def test_images_that_were_learned_from_are_not_measured(plan: Plan) -> None:
         bench_run.table1(plan, QUIET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["pictures", "masks", "graph", "threads"])
 def test_what_was_measured_of_other_files_is_not_taken(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, change: str
@@ -371,6 +381,7 @@ def test_what_was_measured_of_other_files_is_not_taken(
     assert told
 
 
+@pytest.mark.slow
 def test_another_classifier_is_tried_on_fewer_images_of_each_data_set(plan: Plan) -> None:
     write_wsol_dataset(plan.data, "cars", seed=1)
     plan = replace(plan, fidelity_images=200, localization_images=None)
@@ -382,6 +393,7 @@ def test_another_classifier_is_tried_on_fewer_images_of_each_data_set(plan: Plan
         assert {row["images"] for row in mine} == {36}  # all: there are fewer than asked for
 
 
+@pytest.mark.slow
 def test_last_stages_learn_and_what_is_before_them_does_not(plan: Plan) -> None:
     plan = replace(plan, backbone="embedded", fidelity_images=2, localization_images=4)
     rows = bench_run.stages(plan, QUIET)
@@ -395,6 +407,7 @@ def test_last_stages_learn_and_what_is_before_them_does_not(plan: Plan) -> None:
     assert not (home / "checkpoint.pt").exists()
 
 
+@pytest.mark.slow
 def test_overhead_counts_parameters_and_times_training_of_both(plan: Plan) -> None:
     held = overhead(plan, QUIET)
     net = network(plan, "cub", FitConfig(), QUIET)
@@ -444,6 +457,7 @@ def test_an_archive_that_cannot_be_fetched_is_asked_for(
         vgg.load_vgg_convolutions(tmp_path / vgg.ARCHIVE)
 
 
+@pytest.mark.slow
 def test_what_enters_the_last_layer_comes_from_the_cells_without_the_convolutions(
     plan: Plan, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from support.commands import NET, fitted, run, spec
 
 
+@pytest.mark.slow
 def test_fit_then_explain_writes_overlay_map_scores_and_manifest(monkeypatch, place, capsys):
     branch = fitted(monkeypatch, place)
     manifest = json.loads((place / "fit" / "manifest.json").read_text())
@@ -48,6 +49,7 @@ def test_fit_then_explain_writes_overlay_map_scores_and_manifest(monkeypatch, pl
     assert json.loads((place / "out" / "manifest.json").read_text())["numbers"] == [row]
 
 
+@pytest.mark.slow
 def test_explain_takes_a_class_by_name_and_needs_no_branch_file_for_softmax_and_centred(
     monkeypatch, place, capsys
 ):
@@ -60,6 +62,7 @@ def test_explain_takes_a_class_by_name_and_needs_no_branch_file_for_softmax_and_
         assert len(list((place / branch).glob("*.png"))) == 4
 
 
+@pytest.mark.slow
 def test_probe_trains_a_head_that_fit_and_explain_take(monkeypatch, place, capsys):
     words = (
         "train-classifier",
@@ -100,6 +103,7 @@ def test_inspect_names_head_layer_and_map_size(monkeypatch, place, capsys):
     assert "grad-cam" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_unreadable_picture_among_good_ones_is_named_and_left_out(monkeypatch, place, capsys):
     (place / "data" / "cat" / "bad.png").write_bytes(b"not a picture")
     words = ("explain", place / "data" / "cat", "--model", spec(place), "--branch", "centred")
@@ -136,6 +140,7 @@ def test_explain_refuses_what_it_cannot_open(monkeypatch, place, capsys):
     )
 
 
+@pytest.mark.slow
 def test_explain_refuses_a_branch_that_is_missing_unfitted_or_of_another_model(monkeypatch, place, capsys):
     picture, out = place / "data" / "cat" / "0.png", ("--output", place / "o")
     model = ("--model", spec(place))
@@ -248,6 +253,7 @@ def test_help_and_import_load_no_torch():
     assert done.stdout.strip().endswith("False") and "explain" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_branch_file_holds_the_branch_alone(monkeypatch, place):
     tensors = load_file(fitted(monkeypatch, place))
     assert {tuple(t.shape) for t in tensors.values()} == {(2, 12), (2,)}
@@ -316,6 +322,7 @@ def test_a_branch_that_was_never_fitted_is_refused(monkeypatch, place, capsys):
     assert "never fitted" in refuses(monkeypatch, capsys, *words, "--branch", place / "raw.safetensors")
 
 
+@pytest.mark.slow
 def test_explain_goes_on_where_it_was_stopped(monkeypatch, place, capsys):
     from sigcam.methods import folder as picturing
 
@@ -341,6 +348,7 @@ def test_explain_goes_on_where_it_was_stopped(monkeypatch, place, capsys):
     assert sorted(p.name for p in whole.iterdir()) == sorted(p.name for p in (place / "part").iterdir())
 
 
+@pytest.mark.slow
 def test_caches_are_listed_and_cleared(monkeypatch, place, capsys):
     words = ("fit", "--model", spec(place), "--data", place / "data", "--l2", 0.1, "--output", place / "f")
     assert run(monkeypatch, *words, "--cache", place / "cache") == 0

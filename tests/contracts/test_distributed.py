@@ -22,6 +22,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_one_two_and_three_processes_fit_one_branch(data: Path, tmp_path: Path) -> None:
     made, facts = [], []
     for processes in (1, 2, 3):
@@ -43,6 +44,7 @@ def test_one_two_and_three_processes_fit_one_branch(data: Path, tmp_path: Path) 
     assert [fact["processes"] for fact in facts] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_processes_share_one_cache_and_each_image_is_seen_once(data: Path, tmp_path: Path) -> None:
     words = ("--data", data, "--model", model(tmp_path), "--l2", 0.1, "--cache", tmp_path / "cache")
     run(2, "fit", *words, "--output", tmp_path / "two")
@@ -53,6 +55,7 @@ def test_processes_share_one_cache_and_each_image_is_seen_once(data: Path, tmp_p
         assert torch.allclose(branch(tmp_path / "two")[name], tensor, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_head_that_is_trained_by_steps_is_the_same_too(data: Path, tmp_path: Path) -> None:
     words = ("--data", data, "--model", model(tmp_path, MLP), "--epochs", 3, "--threads", 1, "--no-cache")
     for processes in (1, 2):
@@ -61,6 +64,7 @@ def test_a_head_that_is_trained_by_steps_is_the_same_too(data: Path, tmp_path: P
         assert torch.allclose(branch(tmp_path / "2")[name], tensor, atol=1e-5), name
 
 
+@pytest.mark.slow
 def test_counts_are_those_of_one_process(tmp_path: Path) -> None:
     found: list[Any] = []
     for processes in (1, 2, 3):
@@ -87,6 +91,7 @@ def test_counts_are_those_of_one_process(tmp_path: Path) -> None:
                 )
 
 
+@pytest.mark.slow
 def test_maps_of_others_are_counted_once(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     from sigcam.data.readers.shapes import shapes
@@ -103,6 +108,7 @@ def test_maps_of_others_are_counted_once(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_ends_the_run_with_its_reason_and_the_next_run_goes_on(
     data: Path, tmp_path: Path
 ) -> None:
@@ -131,6 +137,7 @@ def test_a_process_that_dies_ends_the_run_with_its_reason_and_the_next_run_goes_
         assert torch.allclose(branch(tmp_path / "alive")[name], tensor, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_papers_recipes_say_that_they_run_alone(data: Path, tmp_path: Path) -> None:
     words = ("--data", data, "--model", model(tmp_path), "--recipe", "paper", "--output", tmp_path / "x")
     done = run(2, "fit", *words, check=False)

@@ -234,6 +234,7 @@ def test_a_users_training_step_in_the_same_autocast_still_gets_gradients() -> No
 # ------------------------------------------------------------------------------------------- flat memory
 
 
+@pytest.mark.slow
 def test_a_thousand_explanations_leave_no_tensor_no_hook_and_no_memory_behind() -> None:
     net = attached(Vgg())
     x = images(2, size=16)
@@ -255,6 +256,7 @@ def test_a_thousand_explanations_leave_no_tensor_no_hook_and_no_memory_behind() 
     assert grown < 16  # MB; one leaked graph per call would be some 60
 
 
+@pytest.mark.slow
 def test_an_explanation_is_freed_without_the_garbage_collector() -> None:
     net = attached(Vgg())
     gc.collect()
@@ -403,6 +405,7 @@ def in_threads(*works: Callable[[], None]) -> None:
         raise errors[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Vgg, InPlace, TwoHeads])
 def test_threads_that_share_a_network_a_model_and_a_branch_get_right_answers(
     make: Callable[[], nn.Module],

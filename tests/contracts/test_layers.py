@@ -24,6 +24,7 @@ def test_the_diagram_is_drawn_from_the_contract():
     assert {name for layer in layers() for name in layer} == packages
 
 
+@pytest.mark.slow
 def test_an_import_against_the_layers_is_refused(tmp_path: Path):
     """A copy of the package in which `core` imports from `cli` breaks the contract, which names both."""
     ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")

@@ -112,6 +112,7 @@ def test_rows_2_and_3_frozen_models_and_validation_loops_get_the_same_maps(
             assert torch.equal(explain(net, x).maps, expected)
 
 
+@pytest.mark.slow
 def test_row_4_objects_that_are_dropped_leave_no_hook_no_gradient_and_no_tensor() -> None:
     model = Gap().eval()
     for _ in range(3):

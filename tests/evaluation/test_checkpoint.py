@@ -56,6 +56,7 @@ def run(path: Path | None, after: int | None = None, opened: list[str] | None = 
     return evaluate(net, samples(opened), progress=progress, unfinished=path, **(how | more))
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_path: Path) -> None:
     path = tmp_path / "unfinished"
     with pytest.raises(Killed):
@@ -69,6 +70,7 @@ def test_a_killed_evaluation_goes_on_and_ends_with_the_same_numbers(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [
@@ -105,6 +107,7 @@ def test_pictures_and_masks_that_changed_since_are_told(tmp_path: Path) -> None:
     assert len(set(seen)) == 4 and print_of() == seen[-1]
 
 
+@pytest.mark.slow
 def test_a_file_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "unfinished"
     with pytest.raises(Killed):

@@ -58,6 +58,7 @@ def refuses(call: Callable[[], object], *words: str) -> None:
 # --- the numbers ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Gap, Vgg])
 @pytest.mark.parametrize("method", ["grad-cam", "layer-cam"])
 @pytest.mark.parametrize("branch", ["softmax", "sigmoid", "centred"])
@@ -401,6 +402,7 @@ def saved(folder: Path, net: DualBranch, samples: Samples) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_saved_maps_score_what_drawn_ones_do(tmp_path: Path, net: DualBranch, samples: Samples) -> None:
     drawn = evaluate(net, samples, branches=["softmax"], batch_size=COUNT, intervals=True)
     read = evaluate_maps(saved(tmp_path, net, samples), samples, batch_size=5, intervals=True)
@@ -529,6 +531,7 @@ def test_a_channel_of_one_is_no_obstacle(tmp_path: Path) -> None:
 # --- the doors ---
 
 
+@pytest.mark.slow
 def test_public_names_come_without_torch_until_they_are_used() -> None:
     code = (
         "import sys, sigcam; assert 'torch' not in sys.modules; assert 'evaluate' in dir(sigcam)\n"
@@ -565,6 +568,7 @@ def words(place: Path, *more: object) -> tuple[object, ...]:
     return "evaluate", "--data", place / "birds", "--output", place / "out", *model, *more
 
 
+@pytest.mark.slow
 def test_the_command_measures_a_network_and_writes_a_manifest(monkeypatch, place, capsys) -> None:
     more = ("--method", "cam,grad-cam", "--val-split", "val", "--json", "--intervals", "--batch-size", 2)
     assert run(monkeypatch, *words(place, *more)) == 0

@@ -93,6 +93,7 @@ def outputs(classes: list[int], kind: Any = ClassifierOutputTarget) -> list[Any]
 # ----------------------------------------------------------------------------------------- the peer's numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "which"),
     [(name, which) for name in SAME for which in CASES if which != "resnet18, early" or name == "XGradCAM"],
@@ -135,6 +136,7 @@ def test_where_sigcam_differs_on_purpose_the_class_gives_what_explain_does(name:
     assert np.array_equal(maps, ex.maps.numpy())
 
 
+@pytest.mark.slow
 def test_cam_is_grad_cam_with_path_a() -> None:
     model, layers, x = case("resnet18")
     maps = sigcam.CAM(model, layers)(x, 2)
@@ -320,6 +322,7 @@ def test_a_model_of_probabilities_is_explained_by_its_logits() -> None:
 # ---------------------------------------------------------------------------------------- layers and options
 
 
+@pytest.mark.slow
 def test_the_layer_is_found_where_none_is_given() -> None:
     for which in ("gap", "vgg", "resnet18"):
         model, layers, x = case(which)

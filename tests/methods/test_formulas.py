@@ -156,6 +156,7 @@ def test_on_a_gap_linear_head_four_methods_are_one(
         assert torch.allclose(cam, raw(net, x, "layer-cam", **options), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @given(st.sampled_from(["vgg", "normed", "vit"]), st.sampled_from(BRANCHES), st.integers(0, 5))
 def test_clamped_hires_cam_is_layer_cam_on_any_head(name: str, branch: Branch, seed: int) -> None:
     net, x = network(name, seed), pictures(name, 3, seed)
@@ -180,6 +181,7 @@ def test_an_mlp_head_tells_the_methods_apart(branch: Branch) -> None:
         assert differ(maps[one], maps[other], 0.01), (one, other)
 
 
+@pytest.mark.slow
 @given(st.sampled_from(["gap", "vgg", "normed"]), st.booleans(), st.integers(0, 5))
 def test_on_the_sigmoid_branch_explaining_the_probability_changes_grad_cam_pp_alone(
     name: str, clamp: bool, seed: int
@@ -196,6 +198,7 @@ def test_on_the_sigmoid_branch_explaining_the_probability_changes_grad_cam_pp_al
             assert np.abs(a - b).max() < 1e-8
 
 
+@pytest.mark.slow
 @given(st.sampled_from(["gap", "vgg", "normed"]), st.sampled_from(BRANCHES), st.integers(0, 5))
 def test_clamping_does_nothing_where_weights_are_never_negative(name: str, branch: Branch, seed: int) -> None:
     net, x = network(name, seed), pictures(name, 2, seed)
@@ -231,6 +234,7 @@ def test_ablation_cams_closed_form_is_what_running_the_tail_again_gives(name: st
     assert torch.allclose(closed, again, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.slow
 @given(st.sampled_from(["gap", "signed", "vgg", "vit"]), st.integers(0, 5))
 def test_eigen_cam_asks_for_no_class_and_is_positive_where_activation_is(name: str, seed: int) -> None:
     net, x = network(name, seed), pictures(name, 3, seed)

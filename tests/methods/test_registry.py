@@ -120,6 +120,7 @@ def test_spellings_are_facts_of_a_method():
         method_name("scor-cam")
 
 
+@pytest.mark.slow
 def test_no_module_branches_on_the_name_of_a_method():
     """Names may be defaults and data; comparisons and sets of them are facts of a registration."""
     package = Path(sigcam.__file__).parent

@@ -226,6 +226,7 @@ def hf_product(model: nn.Module, x: Tensor) -> Tensor:
     return product
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_transformers_vit_equals_its_own_attentions(implementation: str) -> None:
     model, x = hf("ViT", implementation), images()

@@ -131,6 +131,7 @@ def test_the_width_is_that_of_a_proportion():
     assert narrow.high - narrow.low == pytest.approx(2 * half * 0.6745 / 1.96, rel=0.15)
 
 
+@pytest.mark.slow
 def test_about_nineteen_in_twenty_intervals_hold_the_truth():
     dice = torch.Generator().manual_seed(0)
     held = 0

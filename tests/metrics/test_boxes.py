@@ -64,6 +64,7 @@ def oracle(values: Array, truth: Array) -> dict[str, Array]:
 # ----------------------------------------------------------------------------------------- all thresholds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "name"), [("all", "correct_multi"), ("largest", "correct_largest")])
 def test_counts_equal_the_public_evaluators_at_every_threshold(mode: Any, name: str) -> None:
     with np.load(Path(__file__).parents[1] / "golden" / "wsol_counts.npz") as golden:
@@ -141,6 +142,7 @@ def cases(count: int, seed: int) -> Iterator[tuple[Array, Array]]:
         yield levels, corners.reshape(-1, 4)
 
 
+@pytest.mark.slow
 def test_every_iou_of_ten_thousand_maps_is_that_of_opencvs_contours() -> None:
     for case, (levels, truth) in enumerate(cases(10_000, seed=0)):
         values = as_map(levels)

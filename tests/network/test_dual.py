@@ -62,6 +62,7 @@ def test_softmax_is_bit_equal_to_the_bare_model(
     assert net(images(batch, seed)).sigmoid.shape == (batch, classes)
 
 
+@pytest.mark.slow
 def test_softmax_is_bit_equal_on_real_architectures(
     squeezenet: nn.Module, convnext: nn.Module, deit: nn.Module
 ) -> None:

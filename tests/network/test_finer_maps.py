@@ -248,6 +248,7 @@ STRIDED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(48, 80), (54, 62)])
 @pytest.mark.parametrize("name", STRIDED)
 def test_every_second_cell_of_the_dilated_map_is_the_map(name: str, size: tuple[int, int]) -> None:
@@ -343,6 +344,7 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], int, float]] = {  # first shared
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_whole_network_keeps_its_map_inside_the_dilated_one(name: str) -> None:
     torch.manual_seed(0)
@@ -363,6 +365,7 @@ TIMM = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "first", "tolerance"), TIMM)
 def test_a_timm_network_keeps_its_map_inside_the_dilated_one(name: str, first: int, tolerance: float) -> None:
     torch.manual_seed(0)
@@ -389,6 +392,7 @@ def check_dilated(net: DualBranch, model: nn.Module, images: Tensor, first: int,
     assert torch.equal(again(images).features, got.features)
 
 
+@pytest.mark.slow
 def test_logits_of_a_smooth_image_stay_close() -> None:
     net = around(torchvision_model("resnet18"), 128, 128)
     images = F.interpolate(noise(4, 3, 4, 4), size=(128, 128), mode="bicubic")
@@ -425,6 +429,7 @@ def test_padding_of_another_kind_is_spread_where_that_is_exact(mode: str) -> Non
     assert near(dilated(net)(images).features[..., ::2, ::2], net(images).features)
 
 
+@pytest.mark.slow
 def test_an_earlier_layer_is_twice_as_fine_and_what_follows_it_keeps_its_function() -> None:
     model = torchvision_model("resnet18")
     net, images = around(model, 64, 64, layer="layer2"), noise(2, 3, 64, 64)
@@ -444,6 +449,7 @@ def test_dilation_and_zoom_together() -> None:
     assert net(images).features.shape[-2:] == (4, 4) and finer(larger).features.shape[-2:] == (16, 16)
 
 
+@pytest.mark.slow
 def test_dilating_twice_takes_out_the_last_two_strides() -> None:
     net, images = around(torchvision_model("resnet18"), 64, 64), noise(2, 3, 64, 64)
     finest = dilated(dilated(net))(images).features
@@ -600,6 +606,7 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
         dilated(net)
 
 
+@pytest.mark.slow
 def test_what_is_remembered_of_a_network_goes_with_it() -> None:
     from sigcam.network import dilate as dilating
     from sigcam.network import zoom as zooming

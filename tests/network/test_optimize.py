@@ -200,12 +200,14 @@ def test_other_networks_keep_their_logits(make: Callable[[], nn.Module]) -> None
     checked(model, images())
 
 
+@pytest.mark.slow
 def test_resnet18_has_no_batchnorm_left() -> None:
     fast = checked(seasoned(torchvision.models.resnet18(num_classes=5)), images(2, size=64))
     assert norms(fast) == 0
     assert all(isinstance(m, PackedConv2d) for m in fast.modules() if isinstance(m, nn.Conv2d))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "left"),
     [
@@ -226,6 +228,7 @@ def test_timm_models_keep_their_logits(name: str, left: int | None) -> None:
     assert left is None or norms(fast) == left
 
 
+@pytest.mark.slow
 def test_maps_agree_with_those_of_the_model_itself() -> None:
     for make in (lambda: Residual(), lambda: seasoned(torchvision.models.resnet18(num_classes=5)), Vgg):
         model, batch = make().eval(), images(4, size=64 if make is not Vgg else 16)
@@ -309,6 +312,7 @@ def test_inference_mode_and_its_tensors_are_fine() -> None:
     fast(images().requires_grad_()).sum().backward()
 
 
+@pytest.mark.slow
 def test_nan_in_an_image_is_not_hidden_by_a_fused_activation() -> None:
     net = attach(torchvision.models.resnet18(weights=None).eval(), optimize=True)
     batch = torch.randn(2, 3, 64, 64)

@@ -176,6 +176,7 @@ def test_an_mlp_on_the_flattened_map_finds_its_own_input_size(size: int, channel
     assert (net.split.heads, net.split.layer) == (("classifier",), "features.1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", [1, 4])
 def test_an_adapter_before_a_known_model_is_run_with_its_own_channels(channels: int) -> None:
     model = Adapter(torchvision.models.squeezenet1_1(num_classes=5), channels)
@@ -210,6 +211,7 @@ def test_fold_puts_each_token_at_its_row_and_column(batch: int, p: int, q: int, 
     assert doubled == (2 * p, 2 * q)
 
 
+@pytest.mark.slow
 def test_naming_a_head_or_a_layer_overrides_what_is_found() -> None:
     model = torchvision.models.resnet18(num_classes=5)
     net = check(model, (64, 96), layer="layer3")

@@ -261,6 +261,7 @@ def test_a_look_keeps_the_iou_of_the_box_at_two_tenths(samples: Samples):
     assert 100 * right / len(samples) == pytest.approx(result.value("top1_cls"))
 
 
+@pytest.mark.slow
 def test_a_look_is_at_a_bounded_number_of_images_drawn_with_the_seed(samples: Samples):
     net = prepared(Gap())
     many = Samples(tuple(replace(samples[i % 12], id=f"{i}") for i in range(MAX_EXAMPLES + 30)), CLASSES)
@@ -304,6 +305,7 @@ def values(read: Read) -> list[float]:
     return [float(a["data-value"] or "nan") for a in read.all("td") if "data-value" in a]
 
 
+@pytest.mark.slow
 def test_the_numbers_of_the_page_are_those_of_the_result_with_their_intervals(samples: Samples):
     result, _, read = evaluated(prepared(Gap()), samples, intervals=True)
     assert sorted(values(read)) == sorted(r["value"] for r in result.rows if r["method"] is not None)
@@ -315,6 +317,7 @@ def test_the_numbers_of_the_page_are_those_of_the_result_with_their_intervals(sa
     assert len(read.all("figure", "chart")) == 5  # three IoUs, pixels, reliability
 
 
+@pytest.mark.slow
 def test_a_difference_is_marked_only_where_its_interval_excludes_zero(samples: Samples):
     result, _, _ = evaluated(prepared(Gap()), samples, intervals=True)
     curves = curves_of(result)
@@ -379,6 +382,7 @@ def test_a_page_without_any_map_measured_says_so_and_still_tells_how_reliable_sc
 # --- the commands ---
 
 
+@pytest.mark.slow
 def test_explain_writes_a_report_that_shows_every_picture_and_both_heads(monkeypatch, place, capsys):
     (place / "data" / "cat").rename(place / "data" / "<script>cat")
     branch = fitted(monkeypatch, place)
@@ -428,6 +432,7 @@ def tiny():
 """
 
 
+@pytest.mark.slow
 def test_evaluate_writes_a_report_with_the_numbers_of_results_json(monkeypatch, tmp_path, capsys):
     (tmp_path / "net.py").write_text(NINE)
     words = ("evaluate", "--data", "shapes:10", "--model", f"file:{tmp_path / 'net.py'}:tiny", "--report")

@@ -134,6 +134,7 @@ PAPER = FitConfig("paper", epochs=40, lr=0.02, batch_size=8)
 CODE = FitConfig("paper-code", epochs=40, lr=0.05, batch_size=8, decay_every=30, weight_decay=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "config"),
     [
@@ -159,6 +160,7 @@ def test_the_loss_falls_and_the_branch_learns_while_softmax_stays(
     assert not net.sigmoid.training
 
 
+@pytest.mark.slow
 def test_a_convolution_head_is_solved_for_on_the_mean_of_its_maps() -> None:
     torch.manual_seed(0)
     model = torchvision.models.squeezenet1_1(num_classes=4)
@@ -727,6 +729,7 @@ def test_a_refit_starts_from_where_the_branch_is() -> None:
     assert second[0] < first[0]
 
 
+@pytest.mark.slow
 def test_a_half_precision_model_is_fitted_in_full_precision_and_stays_half() -> None:
     torch.manual_seed(0)
     net = attach(Gap().bfloat16(), example=images(1).bfloat16())

@@ -108,6 +108,7 @@ SHORT = TrainConfig(epochs=4, batch_size=5, lr=0.02, decay_every=3)
 # Stopping and going on
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_and_ends_bit_equal(place: Path):
     whole, samples = made(place)
     train_classifier(whole, samples, SHORT, checkpoint=place / "a.pt")
@@ -131,6 +132,7 @@ def test_a_stopped_run_goes_on_and_ends_bit_equal(place: Path):
     assert not list(place.glob("*.part"))
 
 
+@pytest.mark.slow
 def test_the_number_of_workers_and_a_kill_within_an_epoch_change_no_bit(place: Path):
     whole, samples = made(place)
     train_classifier(whole, samples, SHORT)
@@ -174,6 +176,7 @@ def test_a_checkpoint_of_another_run_is_refused(place: Path):
         train_classifier(again, samples, SHORT, checkpoint=place / "e.pt")
 
 
+@pytest.mark.slow
 def test_changed_labels_or_files_never_resume(place: Path):
     classifier, samples = made(place)
     train_classifier(classifier, samples, SHORT, checkpoint=place / "g.pt")
@@ -269,6 +272,7 @@ def test_training_sees_another_crop_of_a_picture_in_every_epoch(place: Path):
     assert torch.equal(views(0), views(0)) and not torch.equal(views(0), views(1))
 
 
+@pytest.mark.slow
 def test_a_tiny_network_learns_and_its_batch_statistics_move(place: Path):
     classifier, samples = made(place)
     before = classifier.model.get_buffer("stem.1.running_mean").clone()
@@ -356,6 +360,7 @@ def test_the_command_writes_a_classifier_that_loads_and_a_manifest_with_every_ep
     assert manifest["model_fingerprint"] == fingerprint(loaded.model)
 
 
+@pytest.mark.slow
 def test_the_command_run_again_after_a_kill_ends_with_the_same_file(
     monkeypatch: pytest.MonkeyPatch, place: Path
 ):
@@ -422,6 +427,7 @@ def test_a_wsol_folder_without_val_lists_has_no_validation(tmp_path: Path):
     assert open_validation_data(str(tmp_path), None, train) is None
 
 
+@pytest.mark.slow
 def test_a_trained_backbone_of_the_paper_loads_and_attaches(tmp_path: Path):
     torch.manual_seed(0)
     name = "wsol:resnet50"

@@ -70,6 +70,7 @@ def made(tmp_path: Path) -> tuple[Samples, Path, Tensor, int]:
 # ------------------------------------------------------------------------------------------------ finding
 
 
+@pytest.mark.slow
 def test_a_second_fit_runs_no_image_and_gives_the_same_branch(made: Any) -> None:
     samples, root, weight, spare = made
     again, seen = fitted(samples, root)
@@ -83,6 +84,7 @@ def test_a_second_fit_runs_no_image_and_gives_the_same_branch(made: Any) -> None
     assert len(list_caches(root)) == 2
 
 
+@pytest.mark.slow
 def test_other_weights_pictures_or_preprocessing_are_another_cache(made: Any) -> None:
     samples, root, _, spare = made
     net = network()
@@ -164,6 +166,7 @@ def test_a_flipped_byte_costs_its_chunk_and_no_more(made: Any) -> None:
     assert fitted(samples, root)[1] == spare
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["features.bin", "sums.bin"])
 def test_a_truncated_or_missing_file_is_made_whole(made: Any, name: str) -> None:
     samples, root, weight, spare = made
@@ -346,10 +349,12 @@ def killed(tmp_path: Path, kills: int) -> None:
     assert torch.equal(net.last_layer("sigmoid").get_parameter("weight").detach(), weight)
 
 
+@pytest.mark.slow
 def test_a_fit_that_was_killed_again_and_again_ends_as_if_it_had_not(tmp_path: Path) -> None:
     killed(tmp_path, int(os.environ.get("SIGCAM_KILLS", "3")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["paper", "paper-code"])
 def test_a_recipe_that_was_stopped_goes_on_after_its_last_epoch(tmp_path: Path, recipe: Any) -> None:
     samples, config = tree(tmp_path / "data", 48), FitConfig(recipe, epochs=4, lr=0.01, batch_size=16)

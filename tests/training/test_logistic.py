@@ -68,6 +68,7 @@ def gradient_of(rows: Rows, found: Solution, l2: float, pos: Tensor, prior: Tens
     return torch.cat([grads[0], grads[1][:, None]], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("l2", [1.0, 0.03, 0.001])
 @pytest.mark.parametrize("many", [False, True])
 def test_the_answer_is_what_another_method_finds(l2: float, many: bool) -> None:

@@ -195,6 +195,7 @@ def probabilities(page: Any) -> list[str]:
 # -------------------------------------------------------------------------------------------- one image
 
 
+@pytest.mark.slow
 def test_the_first_picture_is_there_without_a_click_and_stays_at_home(browser, embedded):
     with visit(browser, embedded) as page:
         assert len(page.query_selector_all(".sc-panel")) == 3, "the picture, and two heads' maps"
@@ -216,6 +217,7 @@ def test_the_first_picture_is_there_without_a_click_and_stays_at_home(browser, e
         assert labels == [], "every control has a name"
 
 
+@pytest.mark.slow
 def test_a_picture_can_be_sent_and_its_classes_chosen(browser, embedded):
     with visit(browser, embedded) as page:
         send(page, "my bird.png", png(shapes(59, split="test", size=320)[58].open()))
@@ -237,6 +239,7 @@ def test_a_picture_can_be_sent_and_its_classes_chosen(browser, embedded):
         page.wait_for_selector("text=choose at least one head")
 
 
+@pytest.mark.slow
 def test_both_sliders_answer_while_they_are_dragged(browser, embedded):
     with visit(browser, embedded) as page:
         before = page.inner_html("#boxes style")
@@ -265,6 +268,7 @@ def test_both_sliders_answer_while_they_are_dragged(browser, embedded):
             )
 
 
+@pytest.mark.slow
 def test_what_is_shown_can_be_taken_away(browser, embedded):
     with visit(browser, embedded) as page:
         page.click("#download")
@@ -281,6 +285,7 @@ def test_what_is_shown_can_be_taken_away(browser, embedded):
         assert Image.open(io.BytesIO(files["overlay.png"])).width == 2 * width
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "data", "why"),
     [
@@ -298,6 +303,7 @@ def test_a_bad_file_gives_a_sentence_and_the_page_goes_on(browser, embedded, nam
         page.wait_for_function("!document.querySelector('figcaption').innerText.includes('000042')")
 
 
+@pytest.mark.slow
 def test_two_people_see_their_own_pictures(browser, embedded):
     with visit(browser, embedded) as one, visit(browser, embedded) as other:
         one.click("#gallery button >> nth=1")
@@ -313,6 +319,7 @@ def test_two_people_see_their_own_pictures(browser, embedded):
         assert caption(other).startswith("wall clock") and not caption(one).startswith("wall clock")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_fits_a_phone_in_light_and_dark(browser, embedded, scheme):
     size = {"width": 390, "height": 844}
@@ -336,6 +343,7 @@ def test_the_page_fits_a_phone_in_light_and_dark(browser, embedded, scheme):
 # ------------------------------------------------------------------------------- a folder, two branches
 
 
+@pytest.mark.slow
 def test_two_branches_are_compared_side_by_side_on_one_scale(browser, own):
     with visit(browser, own) as page:
         texts = [caption(page, i) for i in range(2)]
@@ -348,6 +356,7 @@ def test_two_branches_are_compared_side_by_side_on_one_scale(browser, own):
         keep(page, "compared")
 
 
+@pytest.mark.slow
 def test_the_folder_is_sorted_by_disagreement_and_a_picture_opened_from_there(browser, own):
     with visit(browser, own) as page:
         page.click("role=tab[name='Sort the folder']")
@@ -365,6 +374,7 @@ def test_the_folder_is_sorted_by_disagreement_and_a_picture_opened_from_there(br
         )
 
 
+@pytest.mark.slow
 def test_a_branch_is_fitted_from_the_page(browser, options):
     with served(*options) as url, visit(browser, url) as page:  # it stays there, for whoever comes next
         page.click("role=tab[name='Fit a branch']")
@@ -437,6 +447,7 @@ def test_a_path_from_the_browser_is_not_opened(embedded):
     assert picture.is_file(), "nor removed"
 
 
+@pytest.mark.slow
 def test_a_login_is_asked_for_where_there_is_one(browser, tmp_path):
     (tmp_path / "net.py").write_text(NET)
     with served("--model", f"file:{tmp_path / 'net.py'}:tiny", "--auth", "me:secret") as url:

@@ -372,6 +372,7 @@ def locks_meanwhile(model: torch.nn.Module, busy: threading.Thread) -> int:
     return got
 
 
+@pytest.mark.slow
 def test_a_fit_is_a_new_branch_and_lets_others_at_the_model_between_chunks():
     net = network(8)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
@@ -383,6 +384,7 @@ def test_a_fit_is_a_new_branch_and_lets_others_at_the_model_between_chunks():
     assert job.net.original is net.original and job.done == job.total
 
 
+@pytest.mark.slow
 def test_a_fit_can_be_stopped():
     job = FitJob(network(8), birds(200))
     job.stop()
@@ -391,6 +393,7 @@ def test_a_fit_can_be_stopped():
     assert isinstance(job.error, Stopped) and not job.net.fitted and job.result is None
 
 
+@pytest.mark.slow
 def test_score_cam_lets_others_at_the_model_between_passes():
     torch.manual_seed(0)
     net = attach(Gap(4, channels=512))

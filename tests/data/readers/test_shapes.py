@@ -53,6 +53,7 @@ def test_shapes_are_balanced_and_have_unique_ids() -> None:
     assert len(set(SHAPE_CLASSES)) == 8
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), index=st.integers(0, 7), size=st.integers(64, 256))
 def test_box_is_the_tight_box_of_the_mask(seed: int, index: int, size: int) -> None:
@@ -65,6 +66,7 @@ def test_box_is_the_tight_box_of_the_mask(seed: int, index: int, size: int) -> N
     assert sample.boxes == (tight_box(mask),)
 
 
+@pytest.mark.slow
 def test_box_covers_10_to_60_percent_of_the_picture() -> None:
     areas = []
     for sample in shapes(300):
