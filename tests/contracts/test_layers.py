@@ -17,9 +17,9 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 
 def test_the_diagram_is_drawn_from_the_contract():
-    from draw_rooms import layers, svg
+    from draw_layers import layers, svg
 
-    assert (ROOT / "docs" / "images" / "rooms.svg").read_text() == svg()
+    assert (ROOT / "docs" / "images" / "layers.svg").read_text() == svg()
     packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
     assert {name for layer in layers() for name in layer} == packages
 

@@ -131,3 +131,12 @@ def test_no_module_branches_on_the_name_of_a_method():
             if isinstance(node, ast.Compare | ast.Set):
                 names = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)} & METHODS.keys()
                 assert not names, f"{path}:{node.lineno} branches on {names}"
+
+
+def test_a_method_needs_a_name_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="needs a name"):
+        method(lambda probe: probe.mean_grads)  # type: ignore[arg-type]
+    known = METHODS["grad-cam"]
+    with pytest.raises(ConfigError, match="already"):
+        method("grad-cam")(lambda probe: probe.mean_grads)
+    assert METHODS["grad-cam"] is known

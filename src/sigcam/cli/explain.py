@@ -50,7 +50,7 @@ class ExplainOptions(
 
 
 def explain_command(options: ExplainOptions) -> None:
-    """Draw evidence maps of images: an overlay (PNG), the map (NPY) and the scores (JSON) for each."""
+    """Draw evidence maps of images: an overlay (PNG) and the map (NPY) of each, and all scores (JSON)."""
     from sigcam.data.images import images_from_paths
     from sigcam.data.registry import open_dataset
     from sigcam.data.sample import data_fingerprint

@@ -16,7 +16,10 @@ def main() -> None:
         status = build_app()(sys.argv[1:] or ["--help"], standalone_mode=False)
         raise SystemExit(status if isinstance(status, int) else 0)
     except usage_error as error:
-        fail(f"{error.format_message()} See sigcam --help.")
+        if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command
+            print(error.format_message())
+            raise SystemExit(2) from None
+        fail(f"{error.format_message().rstrip('.')}. See sigcam --help.")
     except SigcamError as error:
         fail(str(error))
     except OSError as error:

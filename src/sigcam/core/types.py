@@ -1,4 +1,4 @@
-"""Types that several rooms share."""
+"""Types that several packages share."""
 
 from __future__ import annotations
 

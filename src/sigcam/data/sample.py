@@ -107,6 +107,8 @@ def match_classes(samples: Samples, classes: int, names: Sequence[str] | None) -
     unknown = [name for name in samples.classes if names and name not in names]
     if 0 < len(unknown) < count:  # probably a typo: matching by position would give wrong labels
         wrong = f"{len(unknown)} of {count} class names are not the classifier's: {', '.join(unknown[:3])}"
+        if 2 * len(unknown) > count:
+            raise DataError(f"{wrong}. Train a head for yours with `sigcam train-classifier --probe`.")
         raise DataError(f"{wrong}. Rename or remove their folders.")
     if count == max(classes, 2):
         return samples

@@ -77,7 +77,13 @@ def _registering(
     def method(name: str, /, *args: Facts.args, **facts: Facts.kwargs) -> Callable[[Function], Function]:
         """Register the decorated function under `name`; `facts` are the fields of `Method`."""
 
+        if not isinstance(name, str):
+            raise ConfigError('a method needs a name: write @method("my-cam").')
+
         def register(function: Function) -> Function:
+            known = METHODS.get(name)
+            if known and known.function.__module__ != function.__module__:  # a cell may run twice
+                raise ConfigError(f"there is a method {name!r} already: choose another name.")
             METHODS[name] = create(function, *args, **facts)
             return function
 

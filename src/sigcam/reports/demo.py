@@ -195,7 +195,7 @@ def demo_page(
         foot="AUROC: the chance that a picture with a bird scores higher than a scene without one.",
     )
     captions = {
-        "distortions": "The softmax head shifted in two ways that no probability can tell; the sigmoid "
+        "distortions": "The softmax head shifted in two ways that change no probability; the sigmoid "
         "branch has no such freedom.",
         "maps": "Input, the object's mask, and the same method on both heads.",
     }

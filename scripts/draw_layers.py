@@ -1,4 +1,4 @@
-"""Draw docs/images/rooms.svg: the packages of sigcam in their import order, read from the layer contract."""
+"""Draw docs/images/layers.svg: the packages of sigcam in their import order, read from the layer contract."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TARGET = ROOT / "docs" / "images" / "rooms.svg"
+TARGET = ROOT / "docs" / "images" / "layers.svg"
 WIDTH, ROW, GAP, MARGIN = 760, 46, 8, 12
 DESCRIPTIONS = {
     "cli": "the sigcam command: one file per command, typer and rich",
