@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -64,6 +64,13 @@ class Samples(Sequence[Sample]):
 
     def __iter__(self) -> Iterator[Sample]:
         return iter(self.items)
+
+
+def name_classes(items: Iterable[Sample], classes: int = 0, names: Sequence[str] | None = None) -> Samples:
+    """Return Samples with the classifier's class names, or with numbers for at least `classes` of them."""
+    items = tuple(items)
+    highest = max((item.label for item in items if item.label is not None), default=0)
+    return Samples(items, tuple(names or (f"class {k}" for k in range(max(classes, 2, highest + 1)))))
 
 
 def data_fingerprint(samples: Samples) -> str:

@@ -14,7 +14,7 @@ from sigcam.core.errors import ConfigError, DataError
 from sigcam.core.types import Progress, Skipped
 from sigcam.data.loader import load_batches
 from sigcam.data.maps import find_maps, open_map, same_shape
-from sigcam.data.sample import Sample, Samples, data_fingerprint, match_classes
+from sigcam.data.sample import Sample, Samples, data_fingerprint, match_classes, name_classes
 from sigcam.evaluation.batch import SCORERS, BatchEvaluator, Scorer, Variant
 from sigcam.evaluation.metric_table import EvalCheckpoint, MetricTable, evaluation_facts
 from sigcam.evaluation.registry import BatchRecord, boxes_for, choose_metrics, mask_for
@@ -230,8 +230,4 @@ def _as_samples(samples: Samples | Iterable[Sample], net: DualBranch | None = No
     """The samples with names for their classes."""
     if isinstance(samples, Samples):
         return samples
-    items = tuple(samples)
-    largest = max((item.label for item in items if item.label is not None), default=0)
-    count = max(net.classes if net else 0, 2, largest + 1)
-    names = net.class_names if net and net.class_names else tuple(f"class {k}" for k in range(count))
-    return Samples(items, names)
+    return name_classes(samples, net.classes, net.class_names) if net else name_classes(samples)

@@ -17,7 +17,7 @@ from sigcam.core.config import FitConfig
 from sigcam.core.distributed import all_gather, rank, world_size
 from sigcam.core.errors import DataError
 from sigcam.core.types import Progress, Skipped
-from sigcam.data.sample import Sample, Samples, match_classes
+from sigcam.data.sample import Sample, Samples, match_classes, name_classes
 from sigcam.models.preprocess import Transform
 from sigcam.network.dual import DualBranch
 from sigcam.training.feature_cache import DTYPES
@@ -121,9 +121,7 @@ def read_features(path: Path) -> Features:
 def as_samples(net: DualBranch, data: TrainingData) -> TrainingData:
     """Return `Samples` for a list of `Sample`, and any other data as it is."""
     if isinstance(data, list | tuple) and data and all(isinstance(item, Sample) for item in data):
-        highest = max((item.label for item in data if item.label is not None), default=0)
-        names = net.class_names or tuple(f"class {k}" for k in range(max(net.classes, 2, highest + 1)))
-        return Samples(tuple(data), names)
+        return name_classes(data, net.classes, net.class_names)
     return data
 
 
