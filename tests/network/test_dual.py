@@ -329,3 +329,90 @@ def test_the_preprocessing_of_a_timm_model_follows_the_size_it_was_built_for() -
 
     net = attach(timm.create_model("vit_tiny_patch16_224", img_size=96, num_classes=3, depth=1))
     assert (net.transform.height, net.transform.width) == (96, 96)  # type: ignore[union-attr]
+
+
+# -------------------------------------------------------------------------------------- altered features
+
+
+class Around(nn.Module):
+    """A path around F keeps the batch's size; `how` joins it with what follows F."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.body, self.side = nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1), nn.ReLU()), nn.Linear(3, 6)
+        self.how, self.fc, self.batches = how, nn.Linear(12 if how == "joined" else 6, 4), list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.batches.append(len(x))
+        pooled, side = self.body(x).mean((2, 3)), self.side(x.mean((2, 3)))
+        if self.how == "joined":
+            pooled = torch.cat([pooled, side], 1)
+        elif self.how == "added":
+            pooled = pooled + side
+        logits: Tensor = self.fc(pooled).tanh()
+        return logits.reshape(len(x), -1) if self.how == "sized" else logits
+
+
+@pytest.mark.parametrize("how", ["plain", "added", "joined", "sized"])
+def test_other_features_are_scored_as_if_the_model_had_made_them(how: str) -> None:
+    model = Around(how).eval()
+    net = attach(model, example=images(1), layer="body")
+    forward_pass = net.run(images(3))
+    variants = forward_pass.features[1] * torch.rand(5, 6, 1, 1)
+    made = iter(variants)
+    scores = [net.rescore(forward_pass, 1, variants[i : i + 1]).softmax for i in range(5)]
+    handle = model.body.register_forward_hook(lambda *_: next(made)[None])
+    expected = torch.cat([model(images(3)[1:2]) for _ in range(5)])
+    handle.remove()
+    model.batches.clear()
+    torch.testing.assert_close(net.rescore(forward_pass, 1, variants).softmax, expected)
+    torch.testing.assert_close(torch.cat(scores), expected)
+    assert model.batches == ([1] if how in ("plain", "added") else [5])  # by then it is known
+
+
+class Small(Gap):
+    """A head that runs out of memory for more than three images."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error, self.batches = error, list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.batches.append(len(x))
+        features = self.body(x).tanh()
+        if len(features) > 3:
+            raise self.error
+        logits: Tensor = self.fc(features.mean((2, 3)))
+        return logits
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+def test_what_runs_out_of_memory_is_not_run_again_with_more_images(error: Exception) -> None:
+    model = Small(error).eval()
+    net = attach(model, example=images(1))
+    forward_pass = net.run(images(1))
+    with pytest.raises(type(error)) as caught:
+        net.rescore(forward_pass, 0, forward_pass.features.expand(8, -1, -1, -1))
+    assert caught.value is error
+    assert max(model.batches) < 3
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+def test_attach_does_not_blame_the_model_for_a_lack_of_memory(error: Exception) -> None:
+    class Large(Gap):
+        def __deepcopy__(self, memo: object) -> None:
+            raise error
+
+    broken = Gap()
+    broken.body.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(error))
+    for work in (lambda: attach(broken), lambda: attach(Large(), optimize=True)):
+        with pytest.raises(type(error)) as caught:
+            work()
+        assert caught.value is error

@@ -30,3 +30,10 @@ class MissingExtra(ModelError, DataError):
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         super().__init__(f"{what} needs {package}: pip install 'sigcam[{extra}]'.")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory could not be allocated: torch raises a RuntimeError for that on most devices."""
+    text = str(error).lower() if isinstance(error, RuntimeError) else ""
+    phrases = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
+    return isinstance(error, MemoryError) or any(phrase in text for phrase in phrases)

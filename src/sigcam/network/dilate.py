@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sigcam.core.errors import ConfigError
+from sigcam.core.errors import ConfigError, is_out_of_memory
 from sigcam.core.files import error_line
 from sigcam.core.types import GridSize
 from sigcam.network.dual import DualBranch
@@ -83,6 +83,8 @@ def _make_plan(net: DualBranch, model: nn.Module) -> tuple[Change, ...]:
     except _CannotDilate:
         raise
     except Exception as error:  # any user network, any failure
+        if is_out_of_memory(error):
+            raise
         reason = "it cannot be traced, or does not run on a finer grid"
         raise _CannotDilate(f"{reason} ({error_line(error)})") from error
     fine = features.shape[-2:]

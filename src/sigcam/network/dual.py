@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sigcam.core.errors import AttachError
+from sigcam.core.errors import AttachError, is_out_of_memory
 from sigcam.core.types import GridSize
 from sigcam.network.feature_layer import FeaturePoint
 from sigcam.network.hooks import GradMode, HookedPass, choose_grad_mode, fresh_autocast_cache
@@ -86,6 +86,7 @@ class DualBranch(nn.Module):
         self.linear = frozenset[str]()  # branches whose logits are W mean(F) + b, checked by `attach`
         self._softmax_tail = softmax_tail
         self._grad_modes = dict[tuple[FeaturePoint, ...], GradMode]()
+        self._joining = dict[FeaturePoint, bool]()
         self._feature_points = {split.layer: split.point}
         self.eval()
 
@@ -176,10 +177,24 @@ class DualBranch(nn.Module):
         point, image = forward_pass.point, forward_pass.images[index : index + 1]
         output = forward_pass.cut.detach().narrow(point.fold.batch_axis, index, 1)
         swap = point.fold.unfold(features, output)
-        try:
-            return self.run_at((point,), image, swap=swap)[0]
-        except RuntimeError:  # a path around F has the batch's size: run the model on R images
-            return self.run_at((point,), image.expand(len(features), -1, -1, -1), swap=swap)[0]
+        if not self._joins_batches(point, image, output):
+            image = image.expand(len(features), -1, -1, -1)
+        return self.run_at((point,), image, swap=swap)[0]
+
+    def _joins_batches(self, point: FeaturePoint, image: Tensor, output: Tensor) -> bool:
+        """Whether what follows F takes several features where all else saw one image; tried once, with two.
+        It does not where a path around F has the batch's size."""
+        if point not in self._joining:
+            swap = torch.cat([output, output / 2], point.fold.batch_axis)
+            (expected,) = self.run_at((point,), image.expand(2, -1, -1, -1), swap=swap)
+            try:
+                (joined,) = self.run_at((point,), image, swap=swap)
+                self._joining[point] = _close(joined.softmax, expected.softmax)
+            except Exception as error:  # any user network, any failure
+                if is_out_of_memory(error):
+                    raise
+                self._joining[point] = False
+        return self._joining[point]
 
     def _hooked(self, points: FeaturePoints, images: Tensor, **options: Any) -> HookedPass:
         hides_nan = getattr(self.model, "hides_nan", False) and not bool(images.isfinite().all())
@@ -226,6 +241,14 @@ class DualBranch(nn.Module):
         classes = f"{self.classes} {'logit' if self.classes == 1 else 'classes'}"
         state = "fitted" if self.fitted else "not fitted"
         return f"DualBranch({type(self.model).__name__}: {parts}, {classes}, {state})"
+
+
+def _close(logits: Tensor, expected: Tensor) -> bool:
+    """Whether both are equal up to the rounding of a low precision; another image's logits are far off."""
+    scale = expected.double().nan_to_num().abs().max().clamp(min=1e-12)
+    return torch.allclose(
+        logits.double(), expected.double(), rtol=0, atol=0.02 * float(scale), equal_nan=True
+    )
 
 
 def linear_weight(layer: nn.Module) -> tuple[Tensor, Tensor] | None:

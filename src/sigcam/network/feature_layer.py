@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from sigcam.core.errors import AttachError
+from sigcam.core.errors import AttachError, is_out_of_memory
 from sigcam.core.types import GridSize
 from sigcam.network.modules import ACTIVATIONS, has_parameters, is_pooling
 from sigcam.network.trace import ModuleOutput, Trace, ancestry, gradients, listed, run_traced
@@ -212,7 +212,9 @@ class FeatureFinder:
         image = torch.cat([self.example, self.example[..., : self.image[1] // 2]], -1)
         try:
             trace, _ = run_traced(self.model, image)
-        except Exception:  # any user network, any failure
+        except Exception as error:  # any user network, any failure
+            if is_out_of_memory(error):
+                raise
             return {}
         return {(o.name, o.call): o.tensor.shape for o in trace.outputs}
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from sigcam.core.errors import AttachError
+from sigcam.core.errors import AttachError, is_out_of_memory
 from sigcam.core.files import error_line
 from sigcam.network.modules import replace_module
 from sigcam.network.trace import Call, ModuleOutput, lock_of, logits_of, run_traced, tensors_in
@@ -33,6 +33,8 @@ def optimized(model: nn.Module, example: Tensor, *, keep: Collection[str] = ()) 
             computed = {id(t): t.detach().clone() for t in tensors if not t.is_leaf}  # pruning, weight norm
             best = deepcopy(model, computed)
     except Exception as error:  # any user network, any failure
+        if is_out_of_memory(error):
+            raise
         what = f"this {type(model).__name__} cannot be copied ({error_line(error)})"
         raise AttachError(f"{what}, so it cannot be optimised: attach it without optimize.") from error
     best.eval().requires_grad_(False).zero_grad()
@@ -46,6 +48,8 @@ def optimized(model: nn.Module, example: Tensor, *, keep: Collection[str] = ()) 
                 if agree(_logits(candidate, example), logits):
                     best = candidate
             except Exception as error:  # `view` on channels-last maps, an attribute of a folded BatchNorm
+                if is_out_of_memory(error):
+                    raise
                 log.debug("%s: %s", step.__name__, error)
     return best
 

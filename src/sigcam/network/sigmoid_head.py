@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sigcam.core.errors import AttachError
+from sigcam.core.errors import AttachError, is_out_of_memory
 from sigcam.network.modules import is_activation, is_norm, replace_module
 from sigcam.network.output_tail import Tail
 from sigcam.network.trace import in_this_thread
@@ -111,7 +111,9 @@ class SigmoidHead(nn.Module):
             self._shapes = tuple(shapes)
             again = self.from_pooled(pooled) if len(shapes) == len(self.copies) else None
             return again is not None and torch.allclose(again, logits, rtol=1e-3, atol=1e-7)
-        except (IndexError, TypeError, RuntimeError):  # no positional tensor, or shapes that do not join
+        except (IndexError, TypeError, RuntimeError) as error:  # no positional tensor, or shapes that differ
+            if is_out_of_memory(error):
+                raise
             return False
 
     def _entered(self) -> list[nn.Module]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from sigcam.core.errors import AttachError
+from sigcam.core.errors import AttachError, is_out_of_memory
 from sigcam.core.files import error_line
 from sigcam.core.types import GridSize
 from sigcam.network.modules import has_parameters, is_within
@@ -264,6 +264,8 @@ def probe_model(model: nn.Module, example: Tensor | None, seed: int) -> tuple[Te
         except AttachError:
             raise
         except Exception as error:  # any user network, any failure: try the next size
+            if is_out_of_memory(error):
+                raise
             failures["x".join(map(str, candidate.shape[1:]))] = error
     failure = next(iter(failures.values()))
     raise AttachError(
