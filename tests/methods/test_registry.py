@@ -20,6 +20,7 @@ from sigcam.network.attachment import attach
 from sigcam.ui.sources import available_methods, sources_of
 from sigcam.ui.viewer import Request, Viewer
 from support.commands import place, run, spec
+from support.method_cases import Signed
 from support.samples import picture, prepared, samples
 from support.tiny import Gap, attached
 
@@ -83,9 +84,12 @@ def test_a_new_method_is_on_the_page_and_follows_a_shift_of_the_head(squared):
     assert moved["softmax"]
 
 
+@pytest.mark.parametrize("model", [Gap, Signed])
 @pytest.mark.parametrize("name", [name for name, facts in METHODS.items() if facts.needs != "attention"])
-def test_the_facts_of_a_method_are_true_of_its_maps(name: str):
-    facts, net = METHODS[name], attached(Gap(4))
+def test_the_facts_of_a_method_are_true_of_its_maps(name: str, model: type[Gap]):
+    facts, net = METHODS[name], attached(model(4))
+    with torch.no_grad():
+        net.last_layer("softmax").get_parameter("weight").mul_(30)  # for a step of Grad-CAM++ below -2
     ex = sigcam.explain(net, torch.rand(2, 3, 16, 16), name, branch="softmax", classes="all", scale="raw")
     assert bool((ex.maps[:, 0] != ex.maps[:, 1]).any()) == facts.class_specific
     if facts.in_logits and facts.signed:

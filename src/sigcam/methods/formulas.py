@@ -28,10 +28,11 @@ def grad_cam(probe: Probe) -> Tensor:
     return probe.mean_grads
 
 
-@method("grad-cam++", gives="gradients", signed=False, aliases=("gradcampp", "gradcamplusplus"))
+@method("grad-cam++", gives="gradients", aliases=("gradcampp", "gradcamplusplus"))
 def grad_cam_plus_plus(probe: Probe) -> Tensor:
     """Positive gradients, each weighted by a ratio of its powers (Chattopadhay et al., 2018). For g
-    around 1e-4 the 1e-6 dominates, so the map depends on the gradient's scale (PROTOCOL 4.2)."""
+    around 1e-4 the 1e-6 dominates, so the map depends on the gradient's scale (PROTOCOL 4.2). The ratio is
+    negative where g times the sum of a channel's features is below -2: never if features are not."""
     g = probe.grads
     share = g**2 / (2 * g**2 + over_cells(probe.features) * g**3 + 1e-6)
     return over_cells(g.relu() * torch.where(g != 0, share, 0.0))
@@ -40,6 +41,8 @@ def grad_cam_plus_plus(probe: Probe) -> Tensor:
 @method("xgrad-cam", gives="gradients", in_logits=True, linear_twin="grad-cam")
 def xgrad_cam(probe: Probe) -> Tensor:
     """Each channel's gradients, averaged with its activations as weights (Fu et al., 2020)."""
+    if probe.linear:  # equal gradients have one average, even if features of either sign sum to zero
+        return probe.mean_grads
     return over_cells(probe.grads * probe.features) / (over_cells(probe.features) + 1e-7)
 
 

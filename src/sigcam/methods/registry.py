@@ -31,7 +31,7 @@ class Method:
         needs: What the network must have: a global average + "linear" head, or ViT "attention".
         perturbs: What the method alters and scores again with `Probe.rescore`, if anything.
         class_specific: Whether maps of two classes differ.
-        signed: Whether weights can be negative, so that clamping changes the map.
+        signed: Whether weights can be negative, so that clamping changes the map; features may be too.
         in_logits: Whether raw maps are in logits; otherwise the unit is the method's own.
         linear_twin: The method with the same unit maps if the head is global average + linear.
         light: The weights hold at most (B, K, N) numbers, so all classes can be computed at once.
