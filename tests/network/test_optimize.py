@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations, prune
 
 from sigcam import attach, explain
 from sigcam.core.errors import AttachError
+from sigcam.network.dilate import dilated
 from sigcam.network.optimize import PackedConv2d, agree, optimized
 from support.nets import FunctionalRelu, Residual, SharedRelu
 from support.tiny import Gap, Normed, Vgg, attached, images, untouched
@@ -312,10 +313,53 @@ def test_inference_mode_and_its_tensors_are_fine() -> None:
     fast(images().requires_grad_()).sum().backward()
 
 
+def with_nan(batch: Tensor) -> Tensor:
+    """The batch with one NaN in its second image."""
+    batch = batch.clone()
+    batch[1, 0, 5, 5] = torch.nan
+    return batch
+
+
+def fused() -> nn.Module:
+    """Two convolutions, each followed by a ReLU module that can be fused into it."""
+    return seasoned(
+        Body(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3, 2, 1), nn.ReLU())
+    )
+
+
 @pytest.mark.slow
 def test_nan_in_an_image_is_not_hidden_by_a_fused_activation() -> None:
     net = attach(torchvision.models.resnet18(weights=None).eval(), optimize=True)
-    batch = torch.randn(2, 3, 64, 64)
-    batch[1, 0, 5, 5] = torch.nan
-    seen = net(batch)
+    seen = net(with_nan(torch.randn(2, 3, 64, 64)))
     assert bool(seen.features[0].isfinite().all()) and bool(seen.features[1].isnan().any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_nan_in_an_image_is_seen_by_the_copy_in_any_type(dtype: torch.dtype) -> None:
+    model = fused()
+    net = attach(model, example=images(1), optimize=True)
+    assert net.model.hides_nan
+    net.to(dtype)
+    with untouched(model):
+        seen = net(with_nan(images()).to(dtype))
+    assert seen.features.dtype == dtype
+    assert bool(seen.features[0].isfinite().all()) and bool(seen.features[1].isnan().any())
+    assert bool(seen.softmax[1].isnan().all()) and bool(seen.softmax[0].isfinite().all())
+
+
+def test_nan_in_an_image_is_seen_by_a_finer_copy_too() -> None:
+    net = attach(fused(), example=images(1), optimize=True)
+    coarse, fine = net(images()).features, dilated(net)(with_nan(images())).features
+    assert fine.shape[-1] > coarse.shape[-1] and bool(fine[1].isnan().any())
+
+
+def test_packed_weights_follow_the_weights() -> None:
+    fast = optimized(fused(), images(1))
+    with torch.no_grad():
+        before = fast(images())
+        fast.bfloat16().float()  # which rounds them
+        after = fast(images())
+        with torch.enable_grad():
+            plain = fast(images().requires_grad_()).detach()  # by plain convolutions
+    assert not torch.equal(after, before)
+    assert agree(after, plain)

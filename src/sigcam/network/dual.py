@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from sigcam.core.errors import AttachError, is_out_of_memory
 from sigcam.core.types import GridSize
 from sigcam.network.feature_layer import FeaturePoint
 from sigcam.network.hooks import GradMode, HookedPass, choose_grad_mode, fresh_autocast_cache
+from sigcam.network.optimize import separate_activations
 from sigcam.network.output_tail import Tail
 from sigcam.network.sigmoid_head import SigmoidHead
 from sigcam.network.split import Split, find_split
@@ -198,8 +200,9 @@ class DualBranch(nn.Module):
 
     def _hooked(self, points: FeaturePoints, images: Tensor, **options: Any) -> HookedPass:
         hides_nan = getattr(self.model, "hides_nan", False) and not bool(images.isfinite().all())
-        model, outputs = self.original if hides_nan else self.model, self._softmax_tail is not None
-        return HookedPass(model, self.split, points, outputs=outputs, **options).run(images)
+        hooked = HookedPass(self.model, self.split, points, outputs=self._softmax_tail is not None, **options)
+        with separate_activations() if hides_nan else nullcontext():
+            return hooked.run(images)
 
     def feature_point(self, layer: str | nn.Module) -> FeaturePoint:
         """Return the point at which the features of another layer, given by name or itself, can be taken."""

@@ -2,7 +2,9 @@
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
 from typing import Any
 
@@ -144,13 +146,26 @@ def _is_product(graph: _Graph, layer: ModuleOutput) -> bool:
     return product and all(graph.reads[value] == 1 for value in parameters)
 
 
+_FUSING = ContextVar("fusing", default=True)
+
+
+@contextmanager
+def separate_activations() -> Iterator[None]:
+    """Let an optimised copy apply each activation by itself: oneDNN's fused ones turn NaN into 0."""
+    token = _FUSING.set(False)
+    try:
+        yield
+    finally:
+        _FUSING.reset(token)
+
+
 class PackedConv2d(nn.Conv2d):
     """A convolution with channels-last maps that keeps its weights in oneDNN's own order.
 
     It is a plain convolution where a gradient is recorded, and on another device or type.
     """
 
-    packed: tuple[tuple[int, ...], Tensor] | None = None  # for inputs of this shape, and this many threads
+    packed: tuple[tuple[Any, ...], Tensor] | None = None  # for inputs of this shape, and this many threads
     activation: tuple[str, list[float]] = ("none", [])  # fused into the convolution, in oneDNN's terms
 
     def forward(self, input: Tensor) -> Tensor:
@@ -159,15 +174,20 @@ class PackedConv2d(nn.Conv2d):
         if recorded or not usual or input.ndim != 4 or torch.is_autocast_enabled("cpu"):
             return super().forward(input)
         geometry = (self.padding, self.stride, self.dilation, self.groups)
-        key = (*input.shape, torch.get_num_threads())  # the best order depends on both
+        key = (input.shape, torch.get_num_threads(), geometry)  # the best order depends on all
         if self.packed is None or self.packed[0] != key:
             reorder = torch.ops.aten.mkldnn_reorder_conv2d_weight
             self.packed = key, reorder(self.weight.detach().to_mkldnn(), *geometry, input.shape)
         last = input.contiguous(memory_format=torch.channels_last)
         convolve = torch.ops.mkldnn._convolution_pointwise
-        out: Tensor = convolve(last, self.packed[1], self.bias, *geometry, *self.activation, "")
-        out.activated = self.activation[0] != "none"  # type: ignore[attr-defined]
+        activation = self.activation if _FUSING.get() else ("none", [])
+        out: Tensor = convolve(last, self.packed[1], self.bias, *geometry, *activation, "")
+        out.activated = activation[0] != "none"  # type: ignore[attr-defined]
         return out
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        self.packed = None  # of weights as they were
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "packed"}  # cannot be copied
