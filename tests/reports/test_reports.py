@@ -42,6 +42,7 @@ from sigcam.reports.html import (
     render_page,
 )
 from support.commands import fitted, place, run, spec
+from support.method_cases import Signed
 from support.samples import CLASSES, prepared, sample, samples
 from support.tiny import Gap
 
@@ -350,6 +351,39 @@ def test_without_boxes_images_are_ordered_by_drop_and_the_page_says_so(samples: 
     assert mean == pytest.approx([result.value("average_drop", branch=b) for b in ("softmax", "sigmoid")])
     assert "has no boxes, so images are ordered by" in read.text
     assert "has no boxes and no masks" in read.text and not read.all("path", "s2")
+
+
+@pytest.mark.parametrize("class_from", ["label", "predicted"])
+@pytest.mark.parametrize("method", ["cam", "grad-cam", "grad-cam++"])
+def test_the_cards_numbers_average_to_the_tables(samples: Samples, method: str, class_from: Any):
+    net = prepared(Signed())
+    asked: Any = {
+        "methods": [method],
+        "clamps": [None, False],
+        "zoom": 2,
+        "class_from": class_from,
+        "batch_size": 5,
+    }
+    bare = Samples(tuple(replace(s, boxes=None, open_mask=None) for s in samples), CLASSES)
+    for data, metric in ((bare, "average_drop"), (samples, "gt_known_loc")):
+        result = evaluate(net, data, metrics=[metric], **asked)
+        seen = collect_examples(net, data, result, batch_size=5, progress=quiet)
+        rows = [row for row in result.rows if row["metric"] == metric]
+        assert len(rows) == len(seen.variants) == 3
+        for i, row in enumerate(rows):
+            each = [g.drops[i] if data is bare else g.ious[i] >= 0.5 for g in seen.images]
+            assert 100 * sum(each) / len(data) == pytest.approx(row["value"], abs=1e-9), row
+
+
+def test_a_batch_without_a_readable_picture_has_no_examples(samples: Samples):
+    def unreadable() -> Image.Image:
+        raise DataError("no picture")
+
+    broken = Samples((replace(samples[0], open=unreadable), *samples[1:4]), CLASSES)
+    net = prepared(Gap())
+    result = evaluate(net, broken, methods=["grad-cam"], skip_unreadable=True, batch_size=1)
+    seen = collect_examples(net, broken, result, batch_size=1, progress=quiet)
+    assert [g.index for g in seen.images] == [1, 2, 3]
 
 
 def test_without_labels_or_a_fitted_branch_the_page_says_so(samples: Samples):

@@ -14,7 +14,7 @@ from sigcam.data.loader import Batch
 from sigcam.data.sample import Sample
 from sigcam.evaluation.registry import BatchRecord, MetricSpec, boxes_for, mask_for
 from sigcam.methods.explainer import explain_pass
-from sigcam.methods.inputs import choose_classes, class_probabilities
+from sigcam.methods.inputs import Scores, choose_classes, class_probabilities
 from sigcam.methods.postprocess import resize, unit_range
 from sigcam.methods.registry import METHODS, MapConfig, Scale
 from sigcam.methods.targets import Branch, at_least_float32, branch_logits, class_logits, head_of
@@ -82,9 +82,13 @@ class BatchEvaluator:
         images = batch.images.to(net.device, next(net.model.parameters()).dtype)
         forward = net.run(images, grad=True)  # the one pass that all variants share
         labels = batch.labels.to(net.device) if self.needs("labels") and batch.labels is not None else None
-        record = self._annotations(batch, samples, forward, labels)
-        yield NO_MAPS, record
         predicted, _ = choose_classes(net, forward, None)  # (B, 1)
+        record = replace(
+            self._annotations(batch, samples, forward, labels),
+            predicted=predicted[:, 0].cpu(),
+            confidence=Scores.of(net, forward, "softmax", predicted),
+        )
+        yield NO_MAPS, record
         located = labels[:, None] if labels is not None and self.class_from == "label" else predicted
         zoomed_net, larger = zoomed(net, images, self.zoom)
         same = zoomed_net is net and larger is images

@@ -219,7 +219,7 @@ def _about(
         "fitted": net.fitted,
         "recipe": net.recipe,
         "preprocessing": str(transform),
-        "maps_of": f"the {evaluator.class_from} class",
+        "class_from": evaluator.class_from,
         "zoom": evaluator.zoom,
         "confidence": {scorer: SCORERS[scorer] for scorer in evaluator.scorers},
         "masking": "the normalised image times the predicted class's map",

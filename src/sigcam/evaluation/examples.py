@@ -1,7 +1,8 @@
 """Examples: the maps of some images, with a few numbers of each, for the report of an evaluation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,14 +11,14 @@ from sigcam.core.errors import DataError
 from sigcam.core.types import Progress
 from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples, match_classes
-from sigcam.evaluation.batch import Variant
-from sigcam.evaluation.registry import boxes_for
+from sigcam.evaluation.batch import BatchEvaluator, Variant
+from sigcam.evaluation.registry import METRICS, BatchRecord
 from sigcam.evaluation.result import FIXED, Result
-from sigcam.methods.explainer import explain_pass
-from sigcam.methods.inputs import Scores
 from sigcam.methods.postprocess import disagreement
-from sigcam.metrics.boxes import box_ious, boxes_at, to_levels
-from sigcam.network.dual import DualBranch, ForwardPass
+from sigcam.metrics.boxes import to_levels
+from sigcam.metrics.fidelity import relative_drop
+from sigcam.metrics.localization import largest_box_ious
+from sigcam.network.dual import DualBranch
 
 MAX_EXAMPLES = 200  # images
 
@@ -65,8 +66,8 @@ def collect_examples(
     seed: int = 0,
     progress: Progress,
 ) -> Examples:
-    """Draw the maps of randomly chosen images by the first method that was evaluated: of the labels' classes
-    where there are boxes to locate, otherwise of the predicted ones, as `evaluate` does."""
+    """Draw the maps of randomly chosen images by the first method that was evaluated, as `evaluate` did, and
+    measure each: where there are boxes, the IoU; otherwise the share of confidence that is lost."""
     assert net.transform is not None
     labelled = all(sample.label is not None for sample in samples)
     if labelled:
@@ -75,39 +76,64 @@ def collect_examples(
         except DataError:  # labels that the classifier does not know
             labelled = False
     boxed = all(sample.boxes for sample in samples)
+    specs = {name: METRICS[name] for name in ("gt_known_loc" if boxed else "average_drop",)}
+    class_from = result.about["class_from"] if labelled else "predicted"
+    evaluator = BatchEvaluator(net, specs, class_from, ("softmax",), result.about["zoom"])
     variants = _first_method(result)
-    pair = compared(variants)
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(samples), generator=generator)[:MAX_EXAMPLES].sort().values.tolist()
     subset = Samples(tuple(samples[i] for i in chosen), samples.classes)
     examples = list[Example]()
     for batch in load_batches(subset, net.transform, batch_size=batch_size, workers=workers):
-        forward = net.run(batch.images.to(net.device, next(net.model.parameters()).dtype), grad=True)
-        classes = batch.labels.to(net.device) if labelled and boxed and batch.labels is not None else None
-        drawn = [explain_pass(net, forward, variant.map_config(), classes=classes) for variant in variants]
-        maps = torch.stack([ex.maps.cpu() for ex in drawn], 1)  # (B, V, H, W)
-        predicted = drawn[0].top_classes[:, 0]
-        drops = None if boxed else _drops(net, forward, maps, predicted)
-        for i, index in enumerate(batch.indices):
-            boxes = torch.cat(boxes_at(maps[i], FIXED))  # (V, 4)
-            truth = torch.zeros(0, 4, dtype=torch.int64)
-            if boxed:
-                truth = boxes_for(subset[index], batch.sizes[i], maps.shape[3], maps.shape[2])
-            example = Example(
-                chosen[index],
-                int(predicted[i]),
-                float(drawn[0].top_probability[i, 0]),
-                float(drawn[0].top_evidence[i, 0]) if net.fitted else None,
-                to_levels(maps[i]),
-                tuple(boxes.tolist()),
-                truth.tolist(),
-                tuple(float(box_ious(box, truth).max()) for box in boxes) if boxed else (),
-                () if drops is None else tuple(drops[i].tolist()),
-                None if pair is None else float(disagreement(maps[i, pair[0]], maps[i, pair[1]])),
-            )
-            examples.append(example)
+        if batch.indices:
+            records = evaluator.records(batch, [subset[i] for i in batch.indices], variants)
+            examples += _measured([chosen[i] for i in batch.indices], dict(records), variants, net.fitted)
         progress("report", len(examples), len(subset))
     return Examples(net, samples, variants, labelled, boxed, tuple(examples))
+
+
+def _measured(
+    indices: Sequence[int], records: Mapping[Variant, BatchRecord], variants: Sequence[Variant], fitted: bool
+) -> Iterator[Example]:
+    """Yield the examples of a batch, from what its metrics are updated with."""
+    drawn, pair = [_Drawn.of(records[variant]) for variant in variants], compared(variants)
+    record = records[variants[0]]
+    assert record.predicted is not None and record.confidence is not None
+    for i, index in enumerate(indices):
+        maps = torch.stack([each.maps[i] for each in drawn])  # (V, H, W)
+        yield Example(
+            index,
+            int(record.predicted[i]),
+            float(record.confidence.probability[i, 0]),
+            float(record.confidence.evidence[i, 0]) if fitted else None,
+            to_levels(maps),
+            tuple(each.boxes[i].tolist() for each in drawn),
+            record.boxes[i].tolist() if record.boxes else [],
+            tuple(each.ious[i] for each in drawn) if record.boxes else (),
+            tuple(each.drops[i] for each in drawn) if record.scores else (),
+            None if pair is None else float(disagreement(maps[pair[0]], maps[pair[1]])),
+        )
+
+
+class _Drawn(NamedTuple):
+    """The maps of a variant, (B, H, W), the box of each, (B, 4), and its IoU or its drop, if measured."""
+
+    maps: Tensor
+    boxes: Tensor
+    ious: list[float]
+    drops: list[float]
+
+    @staticmethod
+    def of(record: BatchRecord) -> "_Drawn":
+        maps = record.maps if record.boxes else record.predicted_maps
+        assert maps is not None
+        truth = torch.cat([torch.zeros(0, 4, dtype=torch.int64), *record.boxes])
+        counts = torch.tensor([len(boxes) for boxes in record.boxes], dtype=torch.int64)
+        image = torch.arange(len(counts)).repeat_interleave(counts)
+        boxes, ious = largest_box_ious(maps, truth, image, FIXED)
+        best = [float(each.max()) for each in ious.split(counts.tolist())] if record.boxes else []
+        scores = [score.double() for score in record.scores.get("softmax", ())]
+        return _Drawn(maps, boxes, best, relative_drop(*scores).tolist() if scores else [])
 
 
 def _first_method(result: Result) -> tuple[Variant, ...]:
@@ -121,17 +147,3 @@ def compared(variants: Sequence[Variant]) -> tuple[int, int] | None:
     """The two variants whose maps are compared: the first, and the last of another branch."""
     others = [i for i, variant in enumerate(variants) if variant.branch != variants[0].branch]
     return (0, others[-1]) if others else None
-
-
-def _drops(net: DualBranch, forward: ForwardPass, maps: Tensor, predicted: Tensor) -> Tensor:
-    """Relative loss of the predicted classes' probability on image times map, (B, V)."""
-    chosen = predicted.to(net.device)[:, None]
-
-    def probability(run: ForwardPass) -> Tensor:
-        return Scores.of(net, run, "softmax", chosen).probability[:, 0].double().cpu()
-
-    with torch.no_grad():
-        before = probability(forward)
-        masked = (net.run(forward.images * each[:, None].to(forward.images)) for each in maps.unbind(1))
-        after = torch.stack([probability(run) for run in masked], 1)
-    return (before[:, None] - after).clamp(min=0) / (before[:, None] + 1e-7)

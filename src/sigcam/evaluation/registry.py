@@ -13,6 +13,7 @@ from sigcam.core.errors import ConfigError, DataError
 from sigcam.core.types import ImageSize
 from sigcam.data.images import resize_mask
 from sigcam.data.sample import Sample
+from sigcam.methods.inputs import Scores
 from sigcam.metrics.base import ImageMetric
 from sigcam.metrics.boxes import scaled_boxes
 
@@ -29,6 +30,8 @@ class BatchRecord:
     boxes: Sequence[Tensor] = ()  # (G, 4) of each image
     masks: Sequence[Tensor] = ()  # (H, W) of each image: 1 object, 0 background, 255 ignored
     correct: Mapping[int, Tensor] = field(default_factory=dict)  # by k, (B,): the label is among the k best
+    predicted: Tensor | None = None  # (B,), by the softmax head
+    confidence: Scores | None = None  # of the predicted class, (B, 1)
     predicted_maps: Tensor | None = None  # (B, H, W), of the predicted class; images are multiplied by them
     # By scorer, the predicted class's score (B,) on the images and on the masked images.
     scores: Mapping[Any, Sequence[Tensor]] = field(default_factory=dict)

@@ -21,8 +21,12 @@ class AverageDrop(ImageMetric):
 
     def update(self, before: Tensor, after: Tensor, ids: Ids = None) -> None:
         """Add the class's probability on the image and on image times map, both (B,)."""
-        before, after = _scores(self, before, after, ids)
-        self.add((before - after).clamp(min=0) / (before + 1e-7), ids)  # the epsilon of Table 1
+        self.add(relative_drop(*_scores(self, before, after, ids)), ids)
+
+
+def relative_drop(before: Tensor, after: Tensor) -> Tensor:
+    """The share of each image's score that is lost, (B,); 0 where it grows."""
+    return (before - after).clamp(min=0) / (before + 1e-7)  # the epsilon of Table 1
 
 
 class IncreaseInConfidence(ImageMetric):

@@ -79,12 +79,18 @@ class _Located(ImageMetric):
         self, maps: Tensor, boxes: Sequence[Tensor], ids: Ids, correct: Tensor | None = None
     ) -> None:
         maps, truth, image, names = self.check_boxed(maps, boxes, ids)
-        drawn = [box.cpu() for box in boxes_at(maps, self.threshold, "largest")]
-        hits = box_ious(torch.cat([*drawn, truth[:0]])[image], truth) >= self.iou
+        hits = largest_box_ious(maps, truth, image, self.threshold)[1] >= self.iou
         if self.boxes == "first":
             hits &= image != F.pad(image, (1, 0), value=-1)[:-1]
         located = _any_hit(hits, image, len(maps))
         self.add(located if correct is None else located & flags(correct, "correct", names), ids)
+
+
+def largest_box_ious(maps: Tensor, truth: Tensor, image: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """The box (B, 4) of each map's largest contour, and its IoU with the ground-truth boxes (G, 4) of all
+    images, (G,); `image` is the index of the image of each of these."""
+    drawn = torch.cat([*(box.cpu() for box in boxes_at(maps, threshold, "largest")), truth[:0]])
+    return drawn, box_ious(drawn[image], truth)
 
 
 def _any_hit(hits: Tensor, image: Tensor, images: int) -> Tensor:
