@@ -13,6 +13,7 @@ from sigcam.core.files import (
     error_line,
     file_stamp,
     hash_of,
+    parse_json,
     write_atomic,
     write_text_atomic,
 )
@@ -70,3 +71,14 @@ def test_a_hash_does_not_depend_on_the_order_of_keys() -> None:
 def test_an_error_is_told_in_one_line() -> None:
     assert error_line(ValueError("\nfirst\nsecond")) == "ValueError: first"
     assert error_line(KeyError()) == "KeyError: no message"
+
+
+def test_json_that_is_nested_too_deeply_is_a_value_error_like_any_other_damage() -> None:
+    assert parse_json(b'{"a": [1, null]}') == {"a": [1, None]}
+    for text in ("[" * 100_000, "[" * 100_000 + "]" * 100_000, '{"a":' * 100_000, "{", "1" * 5000):
+        with pytest.raises(ValueError):
+            parse_json(text)
+
+
+def test_the_line_of_an_error_stays_short() -> None:
+    assert len(error_line(ValueError("x" * 10_000))) < 400

@@ -23,6 +23,8 @@ from sigcam.core.errors import ModelError
 from sigcam.models import builders as models
 from sigcam.models.classifier import load_classifier, save_classifier
 from sigcam.models.preprocess import Preprocess, declared_transform
+from sigcam.models.state_dict import load_weights, read_weights
+from support.tiny import Gap
 
 TIMM, VISION = "timm:test_resnet", "torchvision:squeezenet1_1"  # small and quick to build
 
@@ -315,6 +317,23 @@ def test_nan_and_infinite_weights_name_the_tensor(bad: float, tmp_path: Path) ->
     torch.save(state, tmp_path / "w.pth")
     with refused("w.pth", "fc.weight", "NaN or infinite"):
         load_classifier(TIMM, weights=tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize("classes", ["[" * 100_000, "[" * 100_000 + "]" * 100_000, "7", "{}", "[1]"])
+def test_metadata_that_names_no_classes_is_passed_over(classes: str, tmp_path: Path) -> None:
+    save_classifier(tmp_path / "w.safetensors", Gap(), spec="x", classes=["a", "b", "c", "d"])
+    tensors = load_file(tmp_path / "w.safetensors")
+    save_file(tensors, tmp_path / "w.safetensors", {"model": "x", "classes": classes})
+    state, names, spec = read_weights(tmp_path / "w.safetensors")
+    assert state.keys() == tensors.keys() and (names, spec) == (None, "x")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64])
+def test_weights_that_are_no_real_numbers_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.save({key: value.to(dtype) for key, value in Gap().state_dict().items()}, tmp_path / "w.pth")
+    state, _, _ = read_weights(tmp_path / "w.pth")
+    with pytest.raises(ModelError, match=r"wrong type body.0.weight torch.* \(4 in all\)"):
+        load_weights(Gap(), state, source="w.pth", target="Gap", num_classes=None)
 
 
 def test_pickled_module_is_refused_and_not_run(tmp_path: Path) -> None:

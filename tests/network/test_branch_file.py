@@ -13,7 +13,7 @@ from torch import nn
 
 import sigcam
 from sigcam.core.config import FitConfig
-from sigcam.core.errors import CheckpointError
+from sigcam.core.errors import AttachError, CheckpointError
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.attachment import attach, load
 from sigcam.network.dual import DualBranch
@@ -160,6 +160,52 @@ def test_a_file_with_a_broken_description_is_refused(tmp_path: Path, about: str)
     assert "does not say what it was fitted to" in refused(path, Gap())
 
 
+@pytest.mark.parametrize("ending", ["", "]" * 100_000])
+def test_a_description_that_is_nested_without_end_is_refused(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / "deep.safetensors"
+    save_file({"weight": torch.zeros(2)}, path, metadata={"sigcam-branch": "[" * 100_000 + ending})
+    assert "does not say what it was fitted to" in refused(path, Gap())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"classes": "x"},
+        {"classes": 0},
+        {"classes": True},
+        {"class_names": [1, 2, 3, 4]},
+        {"class_names": "abcd"},
+        {"fingerprint": 7},
+        {"fitted": "no"},
+        {"heads": "fc"},
+        {"heads": []},
+        {"heads": [3]},
+        {"input": [1e9, 1e9, 1e9]},
+        {"input": [3, 10**9, 10**9]},
+        {"input": [3, -16, 16]},
+        {"input": [16, 16]},
+        {"input": 3},
+        {"layer": None},
+        {"named": []},
+        {"named": {"head": ["fc"]}},
+        {"recipe": "fast"},
+    ],
+)
+def test_a_description_with_a_value_of_another_kind_is_refused(
+    saved: tuple[DualBranch, Path], changed: dict[str, object]
+) -> None:
+    net, path = saved
+    about = {**_about(path), **changed}
+    save_file(load_file(path), path, metadata={"sigcam-branch": json.dumps(about)})
+    with pytest.raises(CheckpointError, match=f"{path.name} does not say what it was fitted to: fit again"):
+        load(path, net.model)
+
+
+def test_a_model_without_parameters_is_refused_in_a_sentence(saved: tuple[DualBranch, Path]) -> None:
+    with pytest.raises(AttachError):
+        load(saved[1], nn.Flatten())
+
+
 def test_a_truncated_file_is_refused_wherever_it_ends(saved: tuple[DualBranch, Path]) -> None:
     net, path = saved
     whole = path.read_bytes()
@@ -181,6 +227,25 @@ def test_not_a_number_inside_is_refused(saved: tuple[DualBranch, Path]) -> None:
     assert "NaN or infinite numbers in sigmoid.copies.0.0.weight" in refused(path, net.model)
 
 
+def test_weights_of_other_types_are_refused_or_converted(saved: tuple[DualBranch, Path]) -> None:
+    net, path = saved
+    tensors, about = load_file(path), {"sigcam-branch": json.dumps(_about(path))}
+    for dtype in (torch.float8_e4m3fn, torch.float64):
+        save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, path, metadata=about)
+        assert load(path, net.model, example=images(1)).fitted
+    save_file({name: tensor.to(torch.int32) for name, tensor in tensors.items()}, path, metadata=about)
+    assert "torch.int32 for torch.float32 in sigmoid.copies.0.0.weight" in refused(path, net.model)
+    save_file({name: tensor.double() + 1e300 for name, tensor in tensors.items()}, path, metadata=about)
+    assert "NaN or infinite numbers" in refused(path, net.model)
+
+
+def test_a_description_of_any_length_is_refused_in_a_short_sentence(saved: tuple[DualBranch, Path]) -> None:
+    net, path = saved
+    about = {**_about(path), "heads": ["x" * 1000] * 1000}
+    save_file(load_file(path), path, metadata={"sigcam-branch": json.dumps(about)})
+    assert len(refused(path, net.model)) < 1000
+
+
 def test_tensors_of_other_shapes_are_refused(saved: tuple[DualBranch, Path]) -> None:
     net, path = saved
     tensors = load_file(path)
@@ -190,11 +255,12 @@ def test_tensors_of_other_shapes_are_refused(saved: tuple[DualBranch, Path]) -> 
     assert "does not fit this Vgg" in refused(path, net.model)
 
 
-def _about(path: Path) -> object:
+def _about(path: Path) -> dict[str, object]:
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
-        return json.loads(file.metadata()["sigcam-branch"])
+        about: dict[str, object] = json.loads(file.metadata()["sigcam-branch"])
+        return about
 
 
 def test_a_refused_load_leaves_the_model_loadable(saved: tuple[DualBranch, Path]) -> None:

@@ -66,6 +66,14 @@ def hash_of(value: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text; ValueError if it is not one, or is nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def error_line(error: BaseException) -> str:
-    """Return the error's type and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+    """Return the error's type and the first line of its message, at most 300 characters of it."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:300]}"

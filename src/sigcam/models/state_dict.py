@@ -1,7 +1,6 @@
 """State dicts: read without running code, rename to fit a model, load strictly."""
 
 import hashlib
-import json
 import logging
 import pickle
 import re
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sigcam.core.errors import ModelError
-from sigcam.core.files import error_line
+from sigcam.core.files import error_line, parse_json
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...] | None,
             raise ModelError(f"cannot read {path}: {error_line(error)}") from error
         classes, spec = None, metadata.get("model")
         with suppress(ValueError):  # files of other programs may use "classes" differently
-            classes = class_names_in(json.loads(metadata.get("classes", "null")))
+            classes = class_names_in(parse_json(metadata.get("classes", "null")))
     else:
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -114,6 +113,11 @@ def load_weights(
         "unexpected": [key for key in state if key not in own],
         "wrong shape": [
             f"{key} {theirs} for {ours}" for key, (theirs, ours) in different.items() if key not in head
+        ],
+        "wrong type": [
+            f"{key} {state[key].dtype}"
+            for key in shapes
+            if state[key].is_floating_point() != own[key].is_floating_point()
         ],
     }
     faults = [f"{what} {', '.join(keys[:3])} ({len(keys)} in all)" for what, keys in problems.items() if keys]

@@ -1,6 +1,7 @@
 """attach adds a sigmoid branch to a trained classifier; save_branch and load keep it in a file."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sigcam.core.errors import AttachError, CheckpointError
-from sigcam.core.files import write_atomic
+from sigcam.core.files import parse_json, write_atomic
 from sigcam.models.preprocess import Preprocess, declared_transform
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.dual import DualBranch, linear_weight
@@ -21,6 +22,20 @@ from sigcam.network.sigmoid_head import Init, SigmoidHead
 from sigcam.network.split import find_split
 
 KEY = "sigcam-branch"  # of the metadata entry that describes the branch, as JSON
+MAX_INPUT = 3 * 2**24  # numbers in an image: a network of any use takes fewer than 4096 x 4096 pixels
+ABOUT: dict[str, Callable[[Any], bool]] = {  # what the description must say, and whether a value can be that
+    "fingerprint": lambda value: isinstance(value, str),
+    "heads": lambda value: bool(value) and _are_texts(value),
+    "layer": lambda value: isinstance(value, str),
+    "input": lambda value: _are_sizes(value) and len(value) == 3 and math.prod(value) <= MAX_INPUT,
+    "named": lambda value: (
+        isinstance(value, dict) and _are_texts([v for v in value.values() if v is not None])
+    ),
+    "classes": lambda value: _are_sizes([value]),
+    "class_names": lambda value: value is None or _are_texts(value),
+    "fitted": lambda value: isinstance(value, bool),
+    "recipe": lambda value: isinstance(value, dict),
+}
 
 
 def attach(
@@ -165,7 +180,7 @@ def load(
     known = {argument: name for argument, name in requested.items() if name is None or name in modules}
     if example is None:
         noise = torch.randn(1, *about["input"], generator=torch.Generator().manual_seed(0))
-        example = noise.to(next(model.parameters()))
+        example = noise.to(next(model.parameters(), noise))
     net = attach(
         model,
         head=known.get("head"),
@@ -177,24 +192,27 @@ def load(
     )
     kind, split = type(net.model).__name__, net.split
     if known != requested or classes != net.classes or (list(split.heads), split.layer) != (heads, layer):
+        fitted_to = f"a head {', '.join(heads)} with {classes} classes after the layer {layer}"
         raise CheckpointError(
-            f"{path} was fitted to a head {', '.join(heads)} with {classes} classes after the layer {layer}; "
-            f"this {kind} has {', '.join(split.heads)} with {net.classes} after {split.layer}. "
-            "Load it onto the model it was fitted to."
+            f"{path} was fitted to {fitted_to[:300]}; this {kind} has {', '.join(split.heads)} with "
+            f"{net.classes} after {split.layer}. Load it onto the model it was fitted to."
         )
     if about["fingerprint"] != fingerprint(net.original):
         raise CheckpointError(
             f"{path} was fitted to a {kind} with other weights, so its maps would mean nothing here. "
             "Load it onto the model it was fitted to, or fit again."
         )
-    bad = next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
-    if bad:
-        raise CheckpointError(f"{path} holds NaN or infinite numbers in {bad}: fit again.")
     try:
         net.load_state_dict(tensors)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{path} does not fit this {kind}: {reason}") from error
+    for name, tensor in net.state_dict().items():
+        if tensor.is_floating_point() != tensors[name].is_floating_point():
+            types = f"{tensors[name].dtype} for {tensor.dtype}"
+            raise CheckpointError(f"{path} holds {types} in {name}: fit again.")
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{path} holds NaN or infinite numbers in {name}: fit again.")
     net.recipe, net.fitted = about["recipe"], about["fitted"]
     return net
 
@@ -213,11 +231,18 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise CheckpointError(f"{path} is not a readable branch file ({error}).") from error
     if KEY not in metadata:
         raise CheckpointError(f"{path} is a safetensors file, but not a sigcam branch, see `sigcam fit`.")
-    keys = {"fingerprint", "heads", "layer", "input", "named", "classes", "class_names", "fitted", "recipe"}
     try:
-        about = json.loads(metadata[KEY])
+        about = parse_json(metadata[KEY])
     except ValueError:
         about = None
-    if not isinstance(about, dict) or not keys <= about.keys():
+    if not isinstance(about, dict) or not all(k in about and check(about[k]) for k, check in ABOUT.items()):
         raise CheckpointError(f"{path} does not say what it was fitted to: fit again.")
     return about, tensors
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value > 0 for value in values)
