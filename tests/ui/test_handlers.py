@@ -6,8 +6,11 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
+import gradio as gr
 import numpy as np
 import pytest
 import torch
@@ -23,7 +26,8 @@ from sigcam.models.preprocess import Preprocess
 from sigcam.network.attachment import attach
 from sigcam.network.dual import DualBranch
 from sigcam.network.trace import lock_of
-from sigcam.ui.handlers import FitJob, Stopped
+from sigcam.ui.fit_job import FitJob, Stopped
+from sigcam.ui.handlers import Page
 from sigcam.ui.html import boxes_html, links_html, panels_html, top_classes_html
 from sigcam.ui.images import ImageGallery, open_gallery, open_upload
 from sigcam.ui.security import HEADERS, MAX_UPLOAD_BYTES, Guard, parse_login
@@ -220,7 +224,9 @@ def test_help_imports_no_gradio(module: str):
     assert done.stdout.strip() == "[]"
 
 
-def response(guard: Guard, path: str = "/", **headers: str) -> tuple[int, dict[str, str]]:
+def response(
+    guard: Guard, path: str = "/", method: str = "GET", **headers: str
+) -> tuple[int, dict[str, str]]:
     """Return the status and headers of the response to a request through the guard."""
     sent = []
 
@@ -391,6 +397,98 @@ def test_a_fit_can_be_stopped():
     job.start()
     job.join(30)
     assert isinstance(job.error, Stopped) and not job.net.fitted and job.result is None
+
+
+def made_page(net: DualBranch, folder: Path, count: int = 16, **how: Any) -> Page:
+    """Return a page whose gallery, and training data, are birds."""
+    return Page({"net": net}, ImageGallery(birds(4)), folder, training=lambda: birds(count), **how)
+
+
+def followed(page: Page) -> tuple[list[Any], str]:
+    """Return the last that a tab sees of the page's fit, and the error that pops up."""
+    shown: list[Any] = []
+
+    async def follow() -> str:
+        try:
+            async for outputs in page.follow_fit():
+                shown[:] = outputs
+        except gr.Error as error:
+            return error.message
+        return ""
+
+    return shown, asyncio.run(follow())
+
+
+def test_a_fit_ends_by_itself_and_everybody_who_comes_later_gets_its_branch(tmp_path):
+    page = made_page(network(8), tmp_path)
+    before = page.sources
+    page.fit()
+    page.fit_job.join()  # nobody watches
+    assert set(page.sources) - set(before) == {"fitted here: sigmoid branch"}
+    for _ in range(2):  # a reload is no different
+        (status, link, *heads), error = followed(page)
+        assert "done in" in status and "branch.safetensors" in link and not error
+        assert [head["choices"][-1] for head in heads] == ["fitted here: sigmoid branch"] * 3
+    outputs = page.load(gr.Request(session_hash="new"))
+    assert len(outputs) == 8 and outputs[5]["choices"][-1] == "fitted here: sigmoid branch"
+
+
+def test_the_error_of_a_fit_is_shown_once_to_the_first_who_returns(tmp_path, monkeypatch):
+    def broken(*args: Any, **how: Any) -> None:
+        raise DataError("no picture of <b> can be read.")
+
+    monkeypatch.setattr("sigcam.ui.fit_job.fit", broken)
+    page = made_page(network(8), tmp_path)
+    page.fit()
+    page.fit_job.join()
+
+    async def close_the_tab() -> None:
+        tab = page.follow_fit()
+        await anext(tab)
+        await tab.aclose()
+
+    asyncio.run(close_the_tab())
+    (status, link, *_), error = followed(page)
+    assert "failed: no picture of &lt;b&gt; can be read." in status and not link
+    assert error == "no picture of &lt;b&gt; can be read."
+    (status, *_), error = followed(page)
+    assert (status, error) == ("", "")
+
+
+def test_an_unexpected_error_of_a_fit_goes_to_the_log_and_not_to_visitors(tmp_path, monkeypatch, caplog):
+    def broken(*args: Any, **how: Any) -> None:
+        raise ValueError("secret")
+
+    monkeypatch.setattr("sigcam.ui.fit_job.fit", broken)
+    page = made_page(network(8), tmp_path)
+    page.fit()
+    page.fit_job.join()
+    assert followed(page)[1].startswith("Unexpected error: see the server") and "secret" in caplog.text
+
+
+def test_a_second_fit_waits_for_the_first(tmp_path, monkeypatch):
+    end = threading.Event()
+    monkeypatch.setattr("sigcam.ui.fit_job.fit", lambda *args, **how: end.wait(30))
+    page = made_page(network(8), tmp_path)
+    page.fit()
+    with pytest.raises(gr.Error, match="already running"):
+        page.fit()
+    page.fit_job.at_end = lambda job: None
+    end.set()
+    page.fit_job.join()
+
+
+def test_heads_can_be_read_while_one_is_added(tmp_path):
+    net = network()
+    page = made_page(net, tmp_path)
+    adding = threading.Thread(
+        target=lambda: [page._add_source(Source(f"{i}", net, "softmax")) for i in range(2000)]
+    )
+    adding.start()
+    while adding.is_alive():
+        for _ in page.sources.values():
+            time.sleep(0)
+    assert len(page.sources) == 2003
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
 """Event handlers of the page's controls."""
 
+import asyncio
 import logging
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from html import escape
@@ -13,12 +14,10 @@ from typing import Any
 import gradio as gr
 from PIL import Image
 
-from sigcam.core.config import FitConfig
 from sigcam.core.errors import ConfigError, DataError, SigcamError
 from sigcam.data.sample import Samples, match_classes
-from sigcam.network.attachment import attach
 from sigcam.network.dual import DualBranch
-from sigcam.training.branch import FitResult, fit
+from sigcam.ui.fit_job import FitJob, Stopped
 from sigcam.ui.html import boxes_html, links_html, panels_html, progress_html, top_classes_html
 from sigcam.ui.images import ImageGallery, open_upload
 from sigcam.ui.sessions import Sessions
@@ -38,51 +37,21 @@ def show_errors() -> Iterator[None]:
     """Show errors on the page: ours as they are, unexpected ones as a reference to the log."""
     try:
         yield
-    except SigcamError as error:
-        raise gr.Error(escape(str(error)), print_exception=False) from error
     except Exception as error:
-        log.exception("the page failed to answer a request")
-        raise gr.Error("Unexpected error: see the server's log.", print_exception=False) from error
+        raise gr.Error(escape(sentence(error)), print_exception=False) from error
+
+
+def sentence(error: BaseException) -> str:
+    """Return what visitors are told of an error; an unexpected one goes to the log."""
+    if isinstance(error, SigcamError):
+        return str(error)
+    log.error("the page failed to answer a request", exc_info=error)
+    return "Unexpected error: see the server's log."
 
 
 def _session_id(request: gr.Request) -> str:
     """Identify a visitor's browser tab."""
     return f"{request.username or ''}:{request.session_hash}"
-
-
-class Stopped(Exception):
-    """A visitor stopped the fit."""
-
-
-class FitJob(threading.Thread):
-    """A thread that fits a new branch (`net`) of the given network's model; the given network stays as it is.
-
-    `stage`, `done` and `total` are its progress; `result` or `error` is set at the end. `stop()` stops it at
-    the next progress report and leaves the branch unfitted.
-    """
-
-    def __init__(self, net: DualBranch, samples: Samples) -> None:
-        super().__init__(name="sigcam-fit", daemon=True)
-        settings: Any = {**net.requested, "example": net.example, "transform": net.transform}
-        self.net = attach(net.original, class_names=net.class_names, **settings)
-        self.samples = samples
-        self.stage, self.done, self.total = "starting", 0, 0
-        self.result: FitResult | None = None
-        self.error: BaseException | None = None
-        self._stop_event = threading.Event()  # Thread has a method _stop
-        self.stop = self._stop_event.set
-
-    def run(self) -> None:
-        """Fit; called in the new thread by `start`."""
-        try:
-            self.result = fit(self.net, self.samples, FitConfig(), progress=self._progress)
-        except BaseException as error:
-            self.error = error
-
-    def _progress(self, stage: str, done: int, total: int) -> None:
-        if self._stop_event.is_set():
-            raise Stopped
-        self.stage, self.done, self.total = stage, done, total
 
 
 class Page:
@@ -111,7 +80,9 @@ class Page:
         self.net = next(iter(nets.values()))
         several = len(nets) > 1
         per_net = [sources_of(net, f"{name}: " if several else "") for name, net in nets.items()]
-        self.sources = {source.name: source for sources in per_net for source in sources}
+        self.sources = {source.name: source for sources in per_net for source in sources}  # never mutated
+        self.can_sort = training is not None or gallery.root is not None
+        self.head_lists = 3 if self.can_sort else 1
         best = next((s for s in per_net[0] if s.branch == first), per_net[0][0])
         other = per_net[1][0] if several else next(s for s in per_net[0] if s.branch == "softmax")
         self.default_sources = list(dict.fromkeys((best.name, other.name)))
@@ -119,7 +90,9 @@ class Page:
         self.rankings: Sessions[list[int]] = Sessions()
         self.sort_stops: Sessions[threading.Event] = Sessions()
         self.fit_job: FitJob | None = None
-        self._fit_lock = threading.Lock()
+        self.fit_report = ("", "")  # of the latest fit: status and link
+        self.fit_error = ""  # of the latest fit, until somebody has seen it
+        self._lock = threading.Lock()  # of the heads and the fit
         self._small_image = lru_cache(MAX_CACHED_THUMBNAILS)(self._open_small)
 
     def load(self, request: gr.Request) -> list[Any]:
@@ -127,7 +100,8 @@ class Page:
         with show_errors():
             controls = (self.default_sources, ["grad-cam"], "evidence", True, THRESHOLD, 0.0)
             outputs = self._view(request, *self._first_image(), *controls)
-            return [*outputs, gr.update(choices=list(self.sources), value=self.default_sources)]
+            heads, *others = self._heads()
+            return [*outputs, {**heads, "value": self.default_sources}, *others]
 
     def _first_image(self) -> tuple[str, Image.Image]:
         for index in range(len(self.gallery) - 1):
@@ -276,50 +250,73 @@ class Page:
             index = ranking[self._clicked(event, len(ranking))]
             return [*self._view(request, *self.gallery.open(index), *controls), gr.Tabs(selected="view")]
 
-    def fit(self) -> Iterator[list[Any]]:
-        """Fit a new branch on the folder: show the progress, then the quality, a link and the new head."""
-        with show_errors():
-            with self._fit_lock:
-                if self.fit_job and self.fit_job.is_alive():
-                    raise DataError("a fit is already running: wait for it or stop it first.")
-                assert self.training is not None
-                samples = match_classes(self.training(), self.net.classes, self.net.class_names)
-                self.fit_job = job = FitJob(self.net, samples)
-                job.start()
-            while job.is_alive():
-                message = f"{job.stage}: {job.done} of {job.total}"
-                yield [progress_html(message, job.done, job.total), "", gr.skip()]
-                job.join(0.25)
-            if isinstance(job.error, Stopped):
-                yield [progress_html("stopped; nothing has changed"), "", gr.skip()]
-                return
-            if job.error is not None:
-                raise job.error
-            yield self._fitted(job)
+    def fit(self) -> str:
+        """Start to fit a new branch on the folder; it goes on if the visitor leaves."""
+        with show_errors(), self._lock:
+            if self.fit_job and self.fit_job.is_alive():
+                raise DataError("a fit is already running: wait for it or stop it first.")
+            assert self.training is not None
+            samples = match_classes(self.training(), self.net.classes, self.net.class_names)
+            self.fit_job = FitJob(self.net, samples, self._end_fit)
+            self.fit_job.start()
+        return progress_html("starting")
 
-    def _fitted(self, job: FitJob) -> list[Any]:
-        assert job.result is not None
-        source = Source("fitted here: sigmoid branch", job.net, "sigmoid")
-        self.sources[source.name] = source
-        quality, seconds = job.result.quality, sum(job.result.seconds.values())
-        message = f"done in {seconds:.1f} s on {job.result.images} images"
-        if quality:
-            message += f"; held-out mean average precision {quality.mean_average_precision:.3f}"
-        message += ". The branch is listed under “Maps from” until the page is stopped."
-        return [progress_html(message), self._branch_link(job.net), gr.update(choices=list(self.sources))]
+    async def follow_fit(self) -> AsyncIterator[list[Any]]:
+        """Show the latest fit: its progress, then the quality, a link and the new head, or once its error."""
+        job = self.fit_job
+        while job and job.is_alive():
+            message = f"{job.stage}: {job.done} of {job.total}"
+            yield [progress_html(message, job.done, job.total), "", *[gr.skip()] * self.head_lists]
+            await asyncio.sleep(0.25)
+        status, link = self.fit_report
+        yield [status, link, *self._heads()]
+        if error := self.fit_error:  # a closed tab does not ask for more, so it leaves the error to others
+            self.fit_error, self.fit_report = "", ("", "")
+            raise gr.Error(escape(error), print_exception=False)
+
+    def _end_fit(self, job: FitJob) -> None:
+        """Add a fitted branch to the heads, and keep what is told of it to whoever opens the page."""
+        link, self.fit_error = "", ""
+        if job.result is not None:
+            self._add_source(Source("fitted here: sigmoid branch", job.net, "sigmoid"))
+            quality, seconds = job.result.quality, sum(job.result.seconds.values())
+            message = f"done in {seconds:.1f} s on {job.result.images} images"
+            if quality:
+                message += f"; held-out mean average precision {quality.mean_average_precision:.3f}"
+            message += ". The branch is listed under “Maps from” until the page is stopped."
+            link = self._branch_link(job.net)
+        elif isinstance(job.error, Stopped):
+            message = "stopped; nothing has changed"
+        else:
+            assert job.error is not None
+            self.fit_error = sentence(job.error)
+            message = f"failed: {self.fit_error}"
+        self.fit_report = (progress_html(message), link)
 
     def _branch_link(self, net: DualBranch) -> str:
         if sum(t.numel() * t.element_size() for t in net.state_dict().values()) > MAX_BRANCH_BYTES:
             return progress_html("The branch is too large to download here: use `sigcam fit` instead.")
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "branch.safetensors"
-            net.save(path)
-            return links_html({path.name: path.read_bytes()})
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "branch.safetensors"
+                net.save(path)
+                return links_html({path.name: path.read_bytes()})
+        except Exception as error:  # the branch is among the heads all the same
+            return progress_html(f"The branch cannot be downloaded. {sentence(error)}")
+
+    def _add_source(self, source: Source) -> None:
+        """Replace the heads by a copy with one more: others may be reading them."""
+        with self._lock:
+            self.sources = {**self.sources, source.name: source}
+
+    def _heads(self) -> list[Any]:
+        """Return an update of every list of heads."""
+        return [gr.update(choices=list(self.sources))] * self.head_lists
 
     def stop_fit(self) -> None:
         """Stop the fit at its next step."""
-        if self.fit_job:
-            self.fit_job.stop()
+        if job := self.fit_job:
+            job.stop()
 
     def leave(self, request: gr.Request) -> None:
         """Drop the state of a closed tab."""

@@ -70,14 +70,15 @@ def build_page(page: Page) -> gr.Blocks:
         with gr.Tabs(selected="view") as tabs:
             with gr.Tab("View an image", id="view"):
                 view = _view_tab(page)
-            if page.training is not None or page.gallery.root is not None:
+            heads = [view["sources"]]
+            if page.can_sort:
                 with gr.Tab("Sort the folder", id="sort"):
-                    _sort_tab(page, view, tabs)
+                    heads += _sort_tab(page, view, tabs)
+            outputs = [*view["outputs"], view["classes"], *heads]
+            load = blocks.load(page.load, None, outputs, show_progress="hidden")
             if page.training is not None:
                 with gr.Tab("Fit a branch", id="fit"):
-                    _fit_tab(page, view)
-        outputs = [*view["outputs"], view["classes"], view["sources"]]
-        blocks.load(page.load, None, outputs, show_progress="hidden")
+                    _fit_tab(page, load, heads)
         blocks.unload(page.leave)
     blocks.queue(default_concurrency_limit=4, max_size=64)
     return blocks
@@ -139,7 +140,7 @@ def _view_tab(page: Page) -> dict[str, Any]:
     return {"outputs": outputs, "classes": classes, "sources": sources, "controls": controls}
 
 
-def _sort_tab(page: Page, view: dict[str, Any], tabs: gr.Tabs) -> None:
+def _sort_tab(page: Page, view: dict[str, Any], tabs: gr.Tabs) -> list[Any]:
     names, count = list(page.sources), len(page.gallery)
     gr.Markdown("Sorts images by how much the Grad-CAM maps of two heads disagree: 0 not at all, 1 entirely.")
     with gr.Row():
@@ -157,14 +158,18 @@ def _sort_tab(page: Page, view: dict[str, Any], tabs: gr.Tabs) -> None:
     stop.click(page.stop_sort, None, None, queue=False)
     outputs = [*view["outputs"], view["classes"], tabs]
     ranked.select(page.select_ranked, view["controls"], outputs, show_progress="hidden")
+    return [first, second]
 
 
-def _fit_tab(page: Page, view: dict[str, Any]) -> None:
+def _fit_tab(page: Page, load: Any, heads: list[Any]) -> None:
     gr.Markdown("Fits a new sigmoid branch on the folder's training images. The other heads do not change.")
     with gr.Row():
         fit = gr.Button("Fit", variant="primary", elem_id="fit")
         stop = gr.Button("Stop", elem_id="stop-fit")
     status = gr.HTML(elem_id="fit-status", label="Progress")
     link = gr.HTML(elem_id="fit-link", label="File")
-    fit.click(page.fit, None, [status, link, view["sources"]], show_progress="hidden", concurrency_limit=4)
+    follow: Any = {"show_progress": "hidden", "concurrency_limit": None}
+    started = fit.click(page.fit, None, status, show_progress="hidden")
+    for event in (started.success, load.then):  # a reloaded page follows a fit that goes on
+        event(page.follow_fit, None, [status, link, *heads], **follow)
     stop.click(page.stop_fit, None, None, queue=False)
