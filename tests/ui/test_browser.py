@@ -2,15 +2,18 @@
 
 import base64
 import http.client
+import http.server
 import io
 import json
 import os
 import re
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -71,26 +74,39 @@ async ([slider, watched, values]) => {
 
 
 @contextmanager
-def served(*words: object) -> Iterator[str]:
-    """Serve the page with these options; yield its address."""
+def started(*words: object, **environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Serve the page with these options; yield its address and its process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "sigcam", "ui", "--no-open", "--port", str(port), *map(str, words)]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    server = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **environment},
+    )
     assert server.stdout is not None
     try:
         output = []
         for line in server.stdout:
             output.append(line)
             if "the page is at" in line:
-                yield f"http://127.0.0.1:{port}/"
+                yield f"http://127.0.0.1:{port}/", server
                 return
         pytest.fail("the page did not start: " + "".join(output))
     finally:
         server.terminate()
         server.wait(30)
         server.stdout.close()
+
+
+@contextmanager
+def served(*words: object) -> Iterator[str]:
+    """Serve the page with these options; yield its address."""
+    with started(*words) as (url, _):
+        yield url
 
 
 @pytest.fixture(scope="session")
@@ -388,6 +404,27 @@ def test_a_branch_is_fitted_from_the_page(browser, options):
         assert "fitted here" in caption(page, 2)
 
 
+@pytest.mark.slow
+def test_a_fit_outlives_its_tab_and_a_new_tab_sees_it(browser, options):
+    with served(*options) as url:
+        with visit(browser, url) as page:
+            page.click("role=tab[name='Fit a branch']")
+            page.click("#fit")
+            page.wait_for_selector("#fit-status [role=status]")
+        with visit(browser, url) as page:
+            page.click("role=tab[name='Fit a branch']")
+            page.wait_for_selector("text=held-out mean average precision", timeout=60_000)
+            assert page.get_attribute("#fit-link a", "download") == "branch.safetensors"
+        with visit(browser, url) as page:
+            page.click("text=fitted here: sigmoid branch")
+            page.wait_for_selector(".sc-p2 img")
+            page.click("role=tab[name='Sort the folder']")
+            page.get_by_label("Second head").click()
+            page.click("role=option[name='fitted here: sigmoid branch']")
+            page.click("#sort")
+            page.wait_for_selector("text=33 of 33 images, 1 unreadable: done")
+
+
 # ---------------------------------------------------------------------------------------------- security
 
 
@@ -424,6 +461,70 @@ def test_no_file_of_the_machine_can_be_had(own):
     line.endheaders()
     assert line.getresponse().status == 413, "before a byte of it is read"
     line.close()
+
+
+def multipart(name: str, data: bytes) -> tuple[bytes, dict[str, str]]:
+    """Return the body and headers of an upload."""
+    start = f'--end\r\nContent-Disposition: form-data; name="files"; filename="{name}"\r\n\r\n'
+    return start.encode() + data + b"\r\n--end--\r\n", {"content-type": "multipart/form-data; boundary=end"}
+
+
+@contextmanager
+def other_site() -> Iterator[str]:
+    """Serve an empty web site on another port; yield its address."""
+
+    class Empty(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Empty) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def test_another_site_cannot_upload(browser, embedded):
+    body, headers = multipart("a.png", png(shapes(1)[0].open()))
+    assert status(f"{embedded}gradio_api/upload", body, **headers) == 200
+    for origin in ("https://evil.example", "null", embedded.rstrip("/")[:-1]):
+        assert status(f"{embedded}gradio_api/upload", body, **headers, origin=origin) == 403
+    own = embedded.rstrip("/")
+    assert status(f"{embedded}gradio_api/upload", body, **headers, origin=own) == 200
+    context = browser.new_context()
+    page = context.new_page()
+    with other_site() as there:
+        page.goto(there)
+        with page.expect_response(lambda answer: answer.url.endswith("/upload")) as answer:
+            page.evaluate(
+                "(url) => { const form = new FormData(); form.append('files', new Blob(['x']), 'a.png');"
+                " fetch(url, { method: 'POST', mode: 'no-cors', body: form }); }",
+                f"{embedded}gradio_api/upload",
+            )
+        assert answer.value.status == 403
+    context.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stopped_page_leaves_no_upload_behind(tmp_path, number):
+    if signal.getsignal(number) == signal.SIG_IGN:  # the tests run under nohup, and the page inherits it
+        pytest.skip(f"{signal.Signals(number).name} is ignored here")
+    (tmp_path / "net.py").write_text(NET)
+    place = tmp_path / "temporary"
+    place.mkdir()
+    model = ("--model", f"file:{tmp_path / 'net.py'}:tiny")
+    with started(*model, TMPDIR=str(place)) as (url, server):
+        body, headers = multipart("private.png", png(shapes(1)[0].open()))
+        assert status(f"{url}gradio_api/upload", body, **headers) == 200
+        assert [path.name for path in place.rglob("*.png")] == ["private.png"]
+        server.send_signal(number)
+        assert server.wait(60) == 128 + number
+    assert [path.name for path in place.rglob("*") if path.is_file() or "sigcam" in path.name] == []
 
 
 def called(url: str, name: str, *data: Any) -> str:

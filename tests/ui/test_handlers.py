@@ -237,7 +237,8 @@ def response(
         return {"type": "http.request", "body": b""}
 
     given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    asyncio.run(guard({"type": "http", "path": path, "headers": given}, receive, send))
+    scope = {"type": "http", "method": method, "path": path, "headers": given}
+    asyncio.run(guard(scope, receive, send))
     return sent[0]["status"], {k.decode(): v.decode() for k, v in sent[0]["headers"]}
 
 
@@ -253,6 +254,78 @@ def test_the_guard_answers_to_local_names_only_unless_there_is_a_login():
     for host in ("evil.example", "127.0.0.1.evil.example", ""):
         assert response(local, host=host)[0] == 400
     assert response(open_to_all, host="page.example")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "status"),
+    [
+        ("127.0.0.1:7860", "http://127.0.0.1:7860", 200),
+        ("LocalHost:7860", "http://localhost:7860", 200),
+        ("[::1]:7860", "http://[::1]:7860", 200),
+        ("page.example", "https://page.example", 200),  # TLS ends at a proxy or a tunnel
+        ("page.example:443", "https://page.example", 200),
+        ("page.example", "https://page.example:443", 200),
+        ("page.example:8443", "https://page.example:8443", 200),
+        ("127.0.0.1:7860", "http://127.0.0.1:8000", 403),
+        ("127.0.0.1:7860", "http://127.0.0.1", 403),
+        ("127.0.0.1:7860", "http://localhost:7860", 403),
+        ("page.example", "https://evil.example", 403),
+        ("page.example", "https://page.example.evil.example", 403),
+        ("page.example", "https://page.example@evil.example", 403),
+        ("page.example", "https://evil.example#page.example", 403),
+        ("page.example", "null", 403),
+        ("page.example", "", 403),
+        ("page.example", "page.example", 403),
+        ("page.example", "file://page.example", 403),
+        ("page.example", "https://page.example:port", 403),
+        ("page.example", "https://[page.example", 403),
+        ("", "https://", 403),
+    ],
+)
+def test_only_the_pages_own_origin_is_answered(host: str, origin: str, status: int):
+    guard = Guard(fine, local=False)
+    for method in ("POST", "GET", "DELETE"):
+        assert response(guard, "/gradio_api/queue/join", method, host=host, origin=origin)[0] == status
+    assert response(guard, "/gradio_api/queue/join", "POST", host=host)[0] == 200, "curl sends no origin"
+
+
+@pytest.mark.parametrize(
+    ("method", "site", "mode", "status"),
+    [
+        ("POST", "same-origin", "cors", 200),
+        ("POST", "none", "navigate", 200),
+        ("POST", "cross-site", "no-cors", 403),
+        ("POST", "cross-site", "navigate", 403),  # a form
+        ("POST", "same-site", "cors", 403),  # another port
+        ("GET", "cross-site", "navigate", 200),  # a link
+        ("GET", "cross-site", "no-cors", 403),  # an image or a script
+    ],
+)
+def test_what_a_browser_says_of_a_requests_site_decides(method: str, site: str, mode: str, status: int):
+    guard = Guard(fine, local=False)
+    found = response(guard, "/", method, host="page.example", sec_fetch_site=site, sec_fetch_mode=mode)
+    assert found[0] == status
+    if site == "same-origin":  # a proxy may rewrite the host; no web site can write this header
+        assert response(guard, "/", method, host="inside:80", origin="null", sec_fetch_site=site)[0] == 200
+
+
+def test_a_proxy_may_forward_the_host():
+    forwarded = {"host": "127.0.0.1:7860", "x_forwarded_host": "page.example"}
+    guard = Guard(fine, local=True)
+    assert response(guard, "/", "POST", origin="https://page.example", **forwarded)[0] == 200
+    assert response(guard, "/", "POST", origin="https://evil.example", **forwarded)[0] == 403
+
+
+def test_a_websocket_of_another_site_is_closed():
+    sent = []
+
+    async def send(message) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"localhost"), (b"origin", b"http://evil.example")]
+    scope = {"type": "websocket", "path": "/", "headers": headers}
+    asyncio.run(Guard(fine, local=True)(scope, fine, send))
+    assert [message["type"] for message in sent] == ["websocket.close"]
 
 
 def test_the_guard_keeps_the_browser_here_and_uploads_small():

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from sigcam.core.errors import ConfigError
 
@@ -39,7 +40,7 @@ def parse_login(host: str, share: bool, auth: str | None) -> tuple[str, str] | N
 
 
 class Guard:
-    """ASGI middleware: adds security headers, limits uploads, and checks the Host header.
+    """ASGI middleware: adds security headers, limits uploads, refuses other web sites' requests.
 
     Args:
         local: the page has no login, so only local host names are answered (against DNS rebinding).
@@ -57,13 +58,19 @@ class Guard:
         is_upload = scope["type"] == "http" and scope["path"].rstrip("/").endswith("/upload")
         length = headers.get("content-length", "")
         if self.local and _host_name(headers.get("host", "")) not in LOOPBACK:
-            await _refuse(send, 400, "this page answers to local host names only: start it with --auth.")
+            reason = "this page answers to local host names only: start it with --auth."
+            await _refuse(scope, send, 400, reason)
+            return
+        if _is_foreign(headers, navigable=scope.get("method") in ("GET", "HEAD")):
+            await _refuse(
+                scope, send, 403, "this page takes no requests from other web sites: open it itself."
+            )
             return
         if is_upload and not length.isdecimal():
-            await _refuse(send, 411, "an upload needs a Content-Length header.")
+            await _refuse(scope, send, 411, "an upload needs a Content-Length header.")
             return
         if is_upload and int(length) > MAX_UPLOAD_BYTES + 2**16:  # room for the multipart envelope
-            await _refuse(send, 413, f"an image may have at most {MAX_UPLOAD_BYTES >> 20} MB.")
+            await _refuse(scope, send, 413, f"an image may have at most {MAX_UPLOAD_BYTES >> 20} MB.")
             return
         response_body = bytearray()
 
@@ -95,7 +102,35 @@ def _host_name(header: str) -> str:
     return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]
 
 
-async def _refuse(send: Send, status: int, reason: str) -> None:
+def _is_foreign(headers: dict[str, str], *, navigable: bool) -> bool:
+    """Return whether a browser sent the request for another web site; `navigable` if it may follow a link.
+
+    Browsers say so themselves in Sec-Fetch-Site, which holds behind any proxy. Those that do not, or that
+    reached the page without TLS, send an Origin: its host and port must be those that were asked for.
+    """
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is not None:
+        follows_link = navigable and headers.get("sec-fetch-mode") == "navigate"
+        return site not in ("same-origin", "none") and not follows_link
+    hosts = (headers.get("host"), headers.get("x-forwarded-host"))  # no web site can send the latter unasked
+    return origin is not None and not any(host and _same_host(origin, host) for host in hosts)
+
+
+def _same_host(origin: str, host: str) -> bool:
+    """Return whether an Origin names the host and port of a Host header; TLS may end at a proxy."""
+    default_port = {"http": 80, "https": 443}.get(origin.partition("://")[0].lower())
+    try:
+        asked, sent = urlsplit(f"//{host}"), urlsplit(origin)
+        same_port = (asked.port or default_port) == (sent.port or default_port)
+    except ValueError:  # a port that is no number
+        return False
+    return default_port is not None and asked.hostname == sent.hostname is not None and same_port
+
+
+async def _refuse(scope: Message, send: Send, status: int, reason: str) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008, "reason": reason})
+        return
     headers = [(b"content-type", b"text/plain; charset=utf-8")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": reason.encode()})

@@ -1,8 +1,11 @@
 """`sigcam ui`: open the networks and images, then serve the page."""
 
 import os
+import signal
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -49,7 +52,7 @@ class UiOptions:
 
 
 def serve(options: UiOptions, announce: Callable[[str], None]) -> None:
-    """Serve the page until Ctrl-C; `announce` receives its address."""
+    """Serve the page until it is stopped by Ctrl-C or another signal; `announce` receives its address."""
     from sigcam.data.registry import open_training_data
 
     login = parse_login(options.host, options.share, options.auth)
@@ -66,8 +69,38 @@ def serve(options: UiOptions, announce: Callable[[str], None]) -> None:
     gallery, labelled = open_gallery(options.data, options.format)
     nets, notice = open_networks(options)
     training = partial(open_training_data, options.data, options.format) if labelled else None
-    with tempfile.TemporaryDirectory(prefix="sigcam-page-", ignore_cleanup_errors=True) as folder:
+    with (
+        stopped_by_signals(),
+        tempfile.TemporaryDirectory(prefix="sigcam-page-", ignore_cleanup_errors=True) as folder,
+    ):
         os.environ["GRADIO_TEMP_DIR"] = folder
         first = options.branch if options.branch in ("softmax", "centred") else None
         page = Page(nets, gallery, Path(folder), notice=notice, first=first, training=training)
         launch(page, options, login, announce)
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Let SIGTERM (service managers) and SIGHUP (a closed terminal) end the block as Ctrl-C does.
+
+    The exit code is then 128 plus the signal's number.
+    """
+    received = list[int]()
+
+    def stop(number: int, frame: object) -> None:
+        received.append(number)
+        if len(received) == 1:  # no second one interrupts the clean-up
+            raise KeyboardInterrupt
+
+    signals = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None))]
+    if threading.current_thread() is not threading.main_thread():  # only there can signals be handled
+        signals = []
+    ignored = (None, signal.SIG_IGN)  # as under nohup
+    before = {n: signal.signal(n, stop) for n in signals if signal.getsignal(n) not in ignored}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if received:
+            raise SystemExit(128 + received[0])
