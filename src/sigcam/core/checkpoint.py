@@ -59,8 +59,8 @@ class Checkpoint:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(self.path) as draft:
-            torch.save({"facts": self._facts, "state": state}, draft)
+        with atomic_path(self.path) as draft, draft.open("wb") as file:  # given a path, torch hides the cause
+            torch.save({"facts": self._facts, "state": state}, file)
 
     def remove(self) -> None:
         """Delete the file once the work is done."""

@@ -1,5 +1,8 @@
 """Errors. A message says what failed, what was found and what to do."""
 
+import errno
+from collections.abc import Iterator
+
 
 class SigcamError(Exception):
     """Base class of all errors that sigcam raises on purpose."""
@@ -21,6 +24,10 @@ class ModelError(SigcamError):
     """A classifier cannot be loaded, or its outputs cannot be used."""
 
 
+class RunError(ModelError, RuntimeError):
+    """A classifier fails on these images. A RuntimeError for compatibility."""
+
+
 class CheckpointError(SigcamError):
     """A branch file cannot be read, or does not fit the network."""
 
@@ -32,8 +39,23 @@ class MissingExtra(ModelError, DataError):
         super().__init__(f"{what} needs {package}: pip install 'sigcam[{extra}]'.")
 
 
+class DiskFull(SigcamError, OSError):
+    """A file could not be written for lack of space. An OSError for compatibility."""
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error, what it was raised from or while handling, and so on."""
+    seen = set[int]()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory could not be allocated: torch raises a RuntimeError for that on most devices."""
     text = str(error).lower() if isinstance(error, RuntimeError) else ""
     phrases = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
-    return isinstance(error, MemoryError) or any(phrase in text for phrase in phrases)
+    refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or refused or any(phrase in text for phrase in phrases)

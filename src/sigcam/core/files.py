@@ -1,23 +1,42 @@
 """Atomic writes, fingerprints of files and values, one-line error texts."""
 
+from __future__ import annotations
+
+import errno
 import hashlib
+import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sigcam.core.errors import ConfigError
+from sigcam.core.errors import ConfigError, DiskFull, causes
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+DRAFTS = ".sigcam-{process}-{name}.part"  # short and hidden, whatever the name of the file
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a file to write to, which replaces `path` if the block succeeds; its folder must exist."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.part")  # not shared with other processes
+    """Yield a file to write to, which replaces `path` if the block succeeds; its folder must exist.
+
+    Raises DiskFull if an error in the block comes from a lack of space.
+    """
+    process = os.getpid()  # not shared with other processes
+    draft = path.with_name(DRAFTS.format(process=process, name=hash_of(path.name)[:12]))
     try:
         yield draft
         draft.replace(path)
+    except Exception as error:
+        for cause in causes(error):
+            if isinstance(cause, OSError) and cause.errno in FULL:
+                raise DiskFull(f"disk full: {path.parent} ({cause.strerror}). Free some space.") from error
+        raise
     finally:
         with suppress(OSError):
             draft.unlink()
@@ -32,8 +51,15 @@ def write_atomic(path: Path, data: bytes) -> None:
 def write_text_atomic(path: Path, text: str) -> Path:
     """Write the whole text file or nothing, creating its folder if needed; return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, text.encode())
+    write_atomic(path, text.encode(errors="backslashreplace"))  # a file's name may be no valid Unicode
     return path
+
+
+def write_png(path: Path, image: Image) -> None:
+    """Write the whole image or nothing; its folder must exist."""
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    write_atomic(path, content.getvalue())
 
 
 def check_writable(folder: Path) -> None:
@@ -43,12 +69,20 @@ def check_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         trial.write_bytes(b"x" * 4096)
-        trial.unlink()
-        for parent in missing:
-            parent.rmdir()
     except OSError as error:
         reason = f"{folder}: {error.strerror or error}"
         raise ConfigError(f"cannot write to the output folder {reason}. Choose another --output.") from error
+    finally:
+        with suppress(OSError):
+            trial.unlink()
+        remove_empty(missing)
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove those of the folders, inner ones first, that are empty."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def file_stamp(path: Path) -> str:
@@ -58,6 +92,18 @@ def file_stamp(path: Path) -> str:
     except OSError:
         return "gone"
     return f"{stat.st_size} {stat.st_mtime_ns}"
+
+
+def exact_stamp(path: Path) -> str:
+    """Return file_stamp, inode and time of the last change of any kind, which a copied date does not hide.
+
+    For work that is cheap to do again: they also change when a data set is unpacked on another machine.
+    """
+    try:
+        stat = path.stat()
+    except OSError:
+        return "gone"
+    return f"{file_stamp(path)} {stat.st_ino} {stat.st_ctime_ns}"
 
 
 def hash_of(value: Any) -> str:
