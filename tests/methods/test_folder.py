@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from torch import nn
 import sigcam
 from sigcam.core.errors import DataError
 from sigcam.data.images import images_from_paths
+from sigcam.data.readers.shapes import shapes
+from sigcam.data.sample import Sample, Samples
 from sigcam.methods import folder
 from sigcam.methods.folder import ExplainConfig, MapFolder, explain_samples
 from sigcam.models.preprocess import Preprocess
@@ -77,7 +80,9 @@ def test_what_was_drawn_is_not_drawn_again_until_an_image_or_a_setting_changes(
     assert draw(net, images).rows == first.rows and calls == []
     Image.new("RGB", (40, 50), "red").save(images / "3.png")
     os.utime(images / "3.png", ns=(1, 1))
-    assert draw(net, images).rows[3] != first.rows[3] and sum(calls) == 5
+    again = draw(net, images).rows
+    assert again[3] != first.rows[3] and calls == [1]
+    assert [row for row in again if row["image"] != "3.png"] == first.rows[:3] + first.rows[4:]
     calls.clear()
     draw(net, images, threshold=0.5)
     assert sum(calls) == 5
@@ -108,3 +113,61 @@ def test_unreadable_images_are_skipped_and_tried_again(net: DualBranch, images: 
         path.write_bytes(b"nothing")
     with pytest.raises(DataError, match="none of the 5 images could be read"):
         draw(net, images)
+
+
+def test_only_what_was_replaced_added_or_damaged_is_drawn_again(
+    net: DualBranch, images: Path, calls: list[int]
+) -> None:
+    first, out = draw(net, images), images.parent / "out"
+    calls.clear()
+    (images / "0.png").unlink()
+    Image.new("RGB", (40, 50), "blue").save(images / "new.png")
+    again = draw(net, images)
+    assert calls == [1] and again.rows[:4] == first.rows[1:] and again.rows[4]["image"] == "new.png"
+    assert not list(out.glob("0.map.*"))  # as if the run had begun without it
+
+    calls.clear()
+    pixels = (out / "2.map.npy").read_bytes()
+    (out / "1.map.png").unlink()
+    (out / "2.map.npy").write_bytes(pixels[:1000])
+    assert draw(net, images).rows == again.rows and calls == [2]
+    assert (out / "2.map.npy").read_bytes() == pixels and (out / "1.map.png").is_file()
+
+
+def test_a_replacement_of_the_same_size_and_date_is_drawn_again(net: DualBranch, images: Path) -> None:
+    first, path, other = draw(net, images), images / "2.bmp", images.parent / "other.bmp"
+    Image.new("RGB", (40, 50), "blue").save(path)
+    Image.new("RGB", (40, 50), "red").save(other)
+    assert path.stat().st_size == other.stat().st_size
+    before = draw(net, images).rows
+    shutil.copystat(path, other)
+    other.replace(path)
+    changed = [a["image"] for a, b in zip(before, draw(net, images).rows, strict=True) if a != b]
+    assert len(first.rows) == 5 and changed == ["2.bmp"]
+
+
+def test_a_name_that_changes_with_its_neighbours_is_drawn_under_the_new_one(
+    net: DualBranch, images: Path, calls: list[int]
+) -> None:
+    draw(net, images)
+    Image.new("RGB", (40, 50), "blue").save(images / "1.bmp")
+    calls.clear()
+    drawn = draw(net, images)
+    names = {path.name for path in (images.parent / "out").glob("*.npy")}
+    assert sum(calls) == 2 and names == {path.name for path in drawn.maps.values()}
+    assert {"1.bmp.map.npy", "1.png.map.npy"} < names and "1.map.npy" not in names
+
+
+def test_images_without_a_file_are_kept_if_they_say_what_they_are_drawn_from(
+    net: DualBranch, tmp_path: Path, calls: list[int]
+) -> None:
+    drawn = shapes(3, split="test")
+    unknown = Samples((Sample("x", lambda: Image.new("RGB", (40, 50))),), ())
+    for samples, repeated in ((drawn, 0), (unknown, 1)):
+        for _ in range(2):
+            calls.clear()
+            explain_samples(net, samples, tmp_path / "out", CONFIG)
+        assert sum(calls) == repeated
+    calls.clear()
+    explain_samples(net, shapes(3, split="test", seed=1), tmp_path / "out", CONFIG)
+    assert sum(calls) == 3

@@ -3,15 +3,17 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from sigcam.core.checkpoint import Checkpoint
 from sigcam.core.errors import DataError
+from sigcam.core.files import exact_stamp
 from sigcam.core.types import Progress, Skipped
 from sigcam.data.loader import load_batches
 from sigcam.data.maps import map_names
-from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint
+from sigcam.data.sample import Sample, Samples
 from sigcam.methods.explainer import explain
 from sigcam.methods.explanation import Explanation
 from sigcam.methods.inputs import Classes, ImageSource
@@ -73,12 +75,21 @@ def explain_samples(
     """
     ids = [sample.id for sample in samples]
     names = dict(zip(ids, map_names(ids), strict=True))
+    stamps = {sample.id: _stamp(sample) for sample in samples}  # before any is read
     weights = [fingerprint(net.original), fingerprint(net.sigmoid), repr(net.split), str(net.transform)]
     drawn = [vars(config), classes, threshold, captions]
-    images = [data_fingerprint(samples), files_fingerprint(samples)]
-    checkpoint = Checkpoint(output / ".explain.checkpoint", [drawn, weights, images])
-    lines: list[str] = (checkpoint.load() or {"rows": []})["rows"]  # as JSON, which is fast to save
-    rows = {row["image"]: row for row in map(json.loads, lines)}
+    checkpoint = Checkpoint(output / ".explain.checkpoint", [drawn, weights])
+    lines = dict[str, str]()  # of the checkpoint, by id: as JSON, which is fast to save
+    rows = dict[str, dict[str, Any]]()
+    for line in (checkpoint.load() or {"images": []})["images"]:
+        image = json.loads(line)
+        id, written = image["row"]["image"], image["files"]
+        stamp = stamps.get(id)
+        if stamp is not None and stamp == image["stamp"] and written == _files(output, names[id]):
+            lines[id], rows[id] = line, image["row"]
+        else:
+            for file in written:
+                (output / file).unlink(missing_ok=True)
     todo = Samples(tuple(sample for sample in samples if sample.id not in rows), samples.classes)
     skipped = list[Skipped]()
     options: Any = {"batch_size": batch_size, "workers": workers, "spawn": net.device.type == "cuda"}
@@ -87,15 +98,29 @@ def explain_samples(
         if batch.pictures:
             ex = config.explain(net, batch.pictures, classes)
             batch_ids = [todo[i].id for i in batch.indices]
-            files = [names[id] for id in batch_ids]
-            ex.save(output, files, threshold=threshold, captions=captions, scores=False)
+            drawn_names = [names[id] for id in batch_ids]
+            ex.save(output, drawn_names, threshold=threshold, captions=captions, scores=False)
             for id, row, boxes in zip(batch_ids, ex.rows(), ex.boxes(threshold), strict=True):
                 rows[id] = {"image": id, **row, "box": boxes[0].tolist(), "threshold": threshold}
-                lines.append(json.dumps(rows[id]))
-            checkpoint.save({"rows": lines})
+                kept = {"row": rows[id], "stamp": stamps[id], "files": _files(output, names[id])}
+                lines[id] = json.dumps(kept)
+            checkpoint.save({"images": list(lines.values())})
         if progress and rows:
             progress("maps", len(rows) + len(skipped), len(samples))
     if not rows:
         raise DataError(f"none of the {len(samples)} images could be read; the first: {skipped[0][1]}")
     maps = {id: output / f"{names[id]}.npy" for id in rows}
     return MapFolder([rows[id] for id in ids if id in rows], maps, skipped, checkpoint)
+
+
+def _stamp(sample: Sample) -> str | None:
+    """Return what changes with the image: of its file, or of what it is drawn from; None if unknown."""
+    if sample.path:
+        return exact_stamp(sample.path)
+    return str(sample.open.args) if isinstance(sample.open, partial) else None
+
+
+def _files(output: Path, name: str) -> dict[str, int]:
+    """Return the names of an image's two files, with their sizes; -1 if there is none."""
+    paths = [output / f"{name}.png", output / f"{name}.npy"]
+    return {path.name: path.stat().st_size if path.is_file() else -1 for path in paths}
