@@ -1,6 +1,5 @@
 """Errors. A message says what failed, what was found and what to do."""
 
-import errno
 from collections.abc import Iterator
 
 
@@ -51,11 +50,3 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(following))
         yield following
         following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory could not be allocated: torch raises a RuntimeError for that on most devices."""
-    text = str(error).lower() if isinstance(error, RuntimeError) else ""
-    phrases = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
-    refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError) or refused or any(phrase in text for phrase in phrases)

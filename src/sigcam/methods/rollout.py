@@ -17,6 +17,7 @@ from sigcam.methods.targets import at_least_float32
 from sigcam.network.dual import DualBranch
 from sigcam.network.feature_layer import MAX_PREFIX_TOKENS
 from sigcam.network.hooks import fresh_autocast_cache
+from sigcam.network.modules import run_model
 from sigcam.network.trace import chunks, eval_mode, in_this_thread, logits_of, tensors_in
 
 
@@ -93,7 +94,7 @@ class _AttentionRecorder(TorchFunctionMode):
             stack.enter_context(torch.set_grad_enabled(self.grad))
             images = images.clone().detach().requires_grad_(self.grad)  # may be an inference tensor
             stack.enter_context(self)
-            output = self.net.model(images.clone())  # a model may change its input in place
+            output = run_model(self.net.model, images.clone())  # a model may change its input in place
         self.logits = logits_of(output, self.batch)
         self._check()
         return self

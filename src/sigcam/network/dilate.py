@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sigcam.core.errors import ConfigError, is_out_of_memory
+from sigcam.core.errors import ConfigError
 from sigcam.core.files import error_line
+from sigcam.core.memory import is_out_of_memory
 from sigcam.core.types import GridSize
 from sigcam.network.dual import DualBranch
 from sigcam.network.modules import is_within

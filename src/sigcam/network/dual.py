@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sigcam.core.errors import AttachError, is_out_of_memory
+from sigcam.core.errors import AttachError
+from sigcam.core.memory import is_out_of_memory
 from sigcam.core.types import GridSize
 from sigcam.network.feature_layer import FeaturePoint
 from sigcam.network.hooks import GradMode, HookedPass, choose_grad_mode, fresh_autocast_cache

@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from sigcam.core.errors import AttachError, is_out_of_memory
+from sigcam.core.errors import AttachError
+from sigcam.core.memory import is_out_of_memory
 from sigcam.core.types import GridSize
 from sigcam.network.modules import ACTIVATIONS, has_parameters, is_pooling
 from sigcam.network.trace import ModuleOutput, Trace, ancestry, gradients, listed, run_traced

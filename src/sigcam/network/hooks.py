@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from sigcam.core.errors import AttachError
 from sigcam.network.feature_layer import FeaturePoint
-from sigcam.network.modules import ACTIVATIONS
+from sigcam.network.modules import ACTIVATIONS, run_model
 from sigcam.network.sigmoid_head import Inputs, on_tensors
 from sigcam.network.split import Split
 from sigcam.network.trace import eval_mode, in_this_thread, logits_of, tensors_in
@@ -64,7 +64,7 @@ class HookedPass(TorchFunctionMode):
             if any(point.activation for point in self.points) or (self.grad and self.forced):
                 stack.enter_context(self)
             stack.enter_context(torch.no_grad())  # also ends the recording that a hook switches on
-            output = self.model(images.clone())  # a model may change its input in place
+            output = run_model(self.model, images.clone())  # a model may change its input in place
         missing = next((point.layer for point in self.points if point not in self._cuts), None)
         if missing is not None:
             raise AttachError(f"layer {missing!r} did not run in this pass as it did when it was found.")

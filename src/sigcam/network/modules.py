@@ -1,6 +1,12 @@
-"""Kinds of modules and torch functions (activations, normalisation, pooling), and replacing a module."""
+"""Kinds of modules and torch functions (activations, normalisation, pooling); running and replacing them."""
 
-from torch import nn
+from typing import Any
+
+from torch import Tensor, nn
+
+from sigcam.core.errors import RunError, SigcamError
+from sigcam.core.files import error_line
+from sigcam.core.memory import is_out_of_memory
 
 _ACTIVATIONS = (
     "relu relu6 leaky_relu prelu rrelu elu selu celu silu gelu mish softplus hardswish hardsigmoid hardtanh "
@@ -42,3 +48,19 @@ def replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
         for name, child in parent.named_children():
             if child is old:
                 setattr(parent, name, new)
+
+
+def run_model(model: nn.Module, images: Tensor) -> Any:
+    """Return the output of a user's network; RunError if it fails, but for a lack of memory."""
+    try:
+        return model(images)
+    except SigcamError:
+        raise
+    except Exception as error:  # any user network, any failure
+        if is_out_of_memory(error):
+            raise
+        batch = f"{len(images)} image{'s' * (len(images) != 1)} of {'x'.join(map(str, images.shape[1:]))}"
+        raise RunError(
+            f"{type(model).__name__} could not be run on {batch} ({error_line(error)}). Give it images of a "
+            "size and type that it takes, and no more of them at once."
+        ) from error

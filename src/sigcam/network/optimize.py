@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from sigcam.core.errors import AttachError, is_out_of_memory
+from sigcam.core.errors import AttachError
 from sigcam.core.files import error_line
+from sigcam.core.memory import is_out_of_memory
 from sigcam.network.modules import replace_module
 from sigcam.network.trace import Call, ModuleOutput, lock_of, logits_of, run_traced, tensors_in
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sigcam.core.errors import AttachError, is_out_of_memory
+from sigcam.core.errors import AttachError
+from sigcam.core.memory import is_out_of_memory
 from sigcam.network.modules import is_activation, is_norm, replace_module
 from sigcam.network.output_tail import Tail
 from sigcam.network.trace import in_this_thread

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from sigcam.core.errors import AttachError, is_out_of_memory
+from sigcam.core.errors import AttachError
 from sigcam.core.files import error_line
+from sigcam.core.memory import is_out_of_memory
 from sigcam.core.types import GridSize
 from sigcam.network.modules import has_parameters, is_within
 

@@ -17,13 +17,14 @@ from torch.optim import SGD, Optimizer
 
 from sigcam.core.checkpoint import Checkpoint
 from sigcam.core.config import TrainConfig
-from sigcam.core.errors import ConfigError, DataError, ModelError
+from sigcam.core.errors import ConfigError, DataError, ModelError, RunError
 from sigcam.core.types import Progress
 from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint
 from sigcam.models.classifier import Classifier
 from sigcam.models.preprocess import Transform
 from sigcam.models.state_dict import fingerprint
+from sigcam.network.modules import run_model
 from sigcam.network.split import find_split
 from sigcam.network.trace import chunks, logits_of
 from sigcam.training.augmentation import SeededTransform, augmented, seed_of, transform_name, with_seed
@@ -289,9 +290,9 @@ def _step(
     """Take one gradient step; return the sum of losses and the number of correct predictions before it."""
     with torch.autocast(images.device.type, torch.bfloat16, enabled=autocast):
         try:
-            logits = logits_of(model(images), len(images)).float()
-        except ValueError as error:  # BatchNorm with one value per channel
-            sentence = f"the network cannot be trained on a batch of {len(images)}: {error}"
+            logits = logits_of(run_model(model, images), len(images)).float()
+        except RunError as error:  # such as BatchNorm with one value per channel
+            sentence = f"the network cannot be trained on a batch of {len(images)}: {error.__cause__}"
             raise ModelError(f"{sentence}. Use another batch size.") from error
     if logits.shape[1] != classes:
         raise ModelError(f"the network has {logits.shape[1]} outputs, the data {classes} classes.")
@@ -312,7 +313,7 @@ def _val_accuracy(
     for images, labels in batches:
         for part, expected in zip(chunks(images), chunks(labels), strict=True):
             with torch.autocast(device.type, torch.bfloat16, enabled=config.autocast):
-                logits = logits_of(classifier.model(part.to(device)), len(part))
+                logits = logits_of(run_model(classifier.model, part.to(device)), len(part))
             correct += int((logits.argmax(1).cpu() == expected).sum())
         count += len(images)
     return correct / count if count else None

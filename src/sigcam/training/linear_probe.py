@@ -13,6 +13,7 @@ from sigcam.core.errors import DataError, ModelError
 from sigcam.core.types import Progress
 from sigcam.data.sample import Samples
 from sigcam.models.classifier import Classifier
+from sigcam.network.modules import run_model
 from sigcam.network.split import find_split
 from sigcam.network.trace import chunks, eval_mode
 from sigcam.training.classifier import read_batches
@@ -121,7 +122,7 @@ def _layer_inputs(
         with eval_mode(classifier.model) as handles:
             handles.append(layer.register_forward_pre_hook(keep))
             for part in chunks(images.to(device)):
-                classifier.model(part)
+                run_model(classifier.model, part)
         parts.append(labels)
     joined = torch.cat(parts)
     if len(joined.unique()) < 2:
