@@ -11,6 +11,7 @@ from sigcam.bench.plan import Plan
 from sigcam.bench.registry import MASKED_DATASETS
 from sigcam.bench.tables import methods_for
 from sigcam.core.config import FitConfig
+from sigcam.core.files import write_png
 from sigcam.core.types import Progress
 from sigcam.data.sample import Samples
 from sigcam.drawing.overlay import TRUTH_COLOUR, grid, overlay, with_boxes
@@ -28,7 +29,7 @@ def draw_figures(plan: Plan, dataset: str, progress: Progress) -> None:
         usable = tuple(s for s in samples if s.open_mask is not None and s.label is not None)
         if net.linear and usable:
             figure = distortions_figure(net, Samples(usable, samples.classes))
-            figure.save(plan.output / "figures" / f"distortions-{dataset}.png")
+            write_png(plan.output / "figures" / f"distortions-{dataset}.png", figure)
 
 
 def qualitative(plan: Plan, dataset: str, progress: Progress, rows: int = 6) -> Path:
@@ -60,5 +61,5 @@ def qualitative(plan: Plan, dataset: str, progress: Progress, rows: int = 6) -> 
     heads = [name.replace(" (the paper's", "\n(the paper's").replace(", ", ",\n", 1) for name in variants]
     path = plan.output / "figures" / f"maps-{dataset}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    grid(lines, columns=("ground truth", *heads), captions=captions).save(path)
+    write_png(path, grid(lines, columns=("ground truth", *heads), captions=captions))
     return path

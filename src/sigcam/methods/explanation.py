@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from sigcam.core.files import write_atomic, write_png, write_text_atomic
 from sigcam.drawing.overlay import ends, gradient, largest, overlay, with_boxes, with_contour, with_strips
 from sigcam.methods.postprocess import unit_range
 from sigcam.methods.registry import METHODS, Scale
@@ -149,11 +150,13 @@ class Explanation:
         paths = [folder / f"{name}.png" for name in names]
         overlays = self.overlay(boxes=threshold, captions=captions, legend=captions)
         for path, image, maps in zip(paths, overlays, self.maps, strict=True):
-            image.save(path)
-            np.save(path.with_suffix(".npy"), maps.detach().cpu().float().numpy())
+            write_png(path, image)
+            content = io.BytesIO()
+            np.save(content, maps.detach().cpu().float().numpy())
+            write_atomic(path.with_suffix(".npy"), content.getvalue())
         if scores:
             rows = [row | {"name": name} for name, row in zip(names, self.rows(), strict=True)]
-            (folder / "explanation.json").write_text(json.dumps(rows, indent=1))
+            write_text_atomic(folder / "explanation.json", json.dumps(rows, indent=1))
         return paths
 
     def rows(self) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from sigcam.core.config import FitConfig
-from sigcam.core.files import check_writable, write_text_atomic
+from sigcam.core.files import check_writable, write_png, write_text_atomic
 from sigcam.core.manifest import provenance, write_manifest
 from sigcam.core.types import Progress
 from sigcam.data.loader import load_batches
@@ -112,8 +112,8 @@ def run_demo(
         "fit_seconds": round(sum(fitted.seconds.values()), 1),
     }
     figures = {name: output / f"{name}.png" for name in ("distortions", "maps")}
-    maps_figure(net, test[:64]).save(figures["maps"])
-    distortions_figure(net, test[:64]).save(figures["distortions"])
+    write_png(figures["maps"], maps_figure(net, test[:64]))
+    write_png(figures["distortions"], distortions_figure(net, test[:64]))
     if can_report():
         write_text_atomic(output / "report.html", demo_page(table, figures, net, test[:SHOWN]))
     fingerprints = {"model_fingerprint": weights, "data_fingerprint": data_fingerprint(train)}

@@ -1,9 +1,11 @@
 """The report of a fit: main numbers, details and a plot."""
 
+import io
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sigcam.core.files import write_atomic
 from sigcam.training.branch import FitResult
 
 BLUE, RED = "#1f6fb4", "#d1495b"
@@ -102,7 +104,9 @@ def plot_fit(result: FitResult, path: Path) -> bool:
     _placeholder(reliable, quality is None, "no image was held out")
     classes.set(title="classes, best first", xlabel="class", ylabel="held-out average precision, %")
     reliable.set(title="reliability", xlabel="score", ylabel="share of images that show the class")
-    figure.savefig(path, dpi=110)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=110)
+    write_atomic(path, content.getvalue())
     return True
 
 

@@ -1,6 +1,5 @@
 """Facts about a network (split, usable methods, methods that coincide) and about a data set."""
 
-import io
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from sigcam.core.errors import DataError
-from sigcam.core.files import check_writable, write_atomic
+from sigcam.core.files import check_writable, write_png
 from sigcam.core.manifest import write_manifest
 from sigcam.core.types import Progress, Skipped
 from sigcam.data.loader import load_batches
@@ -90,11 +89,10 @@ def inspect_data(
     if output is not None:
         items = tuple(sample for samples in splits.values() for sample in samples)
         all_samples = Samples(items, max((s.classes for s in splits.values()), key=len))
-        sheet = io.BytesIO()
         title = f"{Path(path).absolute().name if name != 'shapes' else path}: some of {len(items)} images"
-        contact_sheet(all_samples, seed=seed, title=title).save(sheet, "PNG")
+        sheet = contact_sheet(all_samples, seed=seed, title=title)
         output.mkdir(parents=True, exist_ok=True)
-        write_atomic(output / SHEET, sheet.getvalue())
+        write_png(output / SHEET, sheet)
         facts["contact sheet"] = str(output / SHEET)
         fingerprints = {title: data_fingerprint(samples) for title, samples in splits.items()}
         write_manifest(output, data=path, data_fingerprint=fingerprints, seed=seed, numbers=facts)
