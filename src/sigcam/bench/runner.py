@@ -1,6 +1,5 @@
 """Run the targets of `sigcam bench`; write their tables and the page."""
 
-import json
 import logging
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +17,7 @@ from sigcam.bench.registry import DATASETS, FINE_DATASETS, TABLES, targets
 from sigcam.bench.render import html, write_table
 from sigcam.core.distributed import process_group, rank, world_size
 from sigcam.core.errors import ConfigError, DataError, SigcamError
-from sigcam.core.files import check_writable, write_text_atomic
+from sigcam.core.files import check_writable, parse_json, write_text_atomic
 from sigcam.core.manifest import write_manifest
 from sigcam.core.types import Progress
 from sigcam.network.opening import check_device
@@ -107,7 +106,7 @@ def _read_result(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     with suppress(ValueError):
-        result = json.loads(path.read_text())
+        result = parse_json(path.read_text())
         if isinstance(result, dict) and "table" in result:
             return result
     log.warning("%s is damaged and left off the page: make it again, or remove it.", path)

@@ -79,7 +79,8 @@ def data_fingerprint(samples: Samples) -> str:
     digest.update(json.dumps(list(samples.classes)).encode())
     for sample in samples:
         size = sample.size and tuple(sample.size)  # without the names of ImageSize, as in earlier versions
-        digest.update(f"{sample.id}\0{sample.label} {sample.boxes} {size}\n".encode())
+        text = f"{sample.id}\0{sample.label} {sample.boxes} {size}\n"
+        digest.update(text.encode(errors="surrogateescape"))  # a file's name may be no valid Unicode
     return digest.hexdigest()
 
 

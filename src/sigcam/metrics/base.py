@@ -227,7 +227,7 @@ def _keys(ids: Ids, count: int) -> Tensor:
     """A 16-byte hash of each id, (B, 2) int64, since strings cannot be gathered; zeros without ids."""
     if ids is None:
         return torch.zeros((count, 2), dtype=torch.int64)
-    digests = [hashlib.blake2b(str(i).encode(), digest_size=16).digest() for i in ids]
+    digests = [hashlib.blake2b(str(i).encode(errors="surrogateescape"), digest_size=16).digest() for i in ids]
     halves = [[int.from_bytes(d[at : at + 8], signed=True) for at in (0, 8)] for d in digests]
     return torch.tensor(halves, dtype=torch.int64).reshape(count, 2)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sigcam.core.errors import ConfigError, DataError
-from sigcam.core.files import file_stamp, write_atomic
+from sigcam.core.files import file_stamp, parse_json, write_atomic
 from sigcam.data.sample import Samples
 
 IMAGES_PER_CHUNK = 64  # also the batch of the backbone, and what a kill loses
@@ -105,7 +105,8 @@ class FeatureStore:
     def _sum(self, chunk: int, data: bytes | memoryview) -> bytes:
         digest = hashlib.blake2b(digest_size=SUM)
         for sample in self.samples[chunk * IMAGES_PER_CHUNK : (chunk + 1) * IMAGES_PER_CHUNK]:
-            digest.update(f"{sample.id}\0{file_stamp(sample.path) if sample.path else ''}".encode())
+            stamp = file_stamp(sample.path) if sample.path else ""
+            digest.update(f"{sample.id}\0{stamp}".encode(errors="surrogateescape"))
         digest.update(data)
         return digest.digest()
 
@@ -118,7 +119,7 @@ def find_store(
     facts |= {"images": len(samples), "chunk": IMAGES_PER_CHUNK}
     key = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12)
     for sample in samples:
-        key.update(f"{sample.id}\0".encode())
+        key.update(f"{sample.id}\0".encode(errors="surrogateescape"))  # a name may be no valid Unicode
     return FeatureStore(root / key.hexdigest(), samples, shape, precision, facts)
 
 
@@ -152,7 +153,7 @@ def list_caches(root: Path) -> list[CacheEntry]:
             continue  # not a feature cache
         try:
             files = [file.stat() for file in folder.iterdir()]
-            facts = json.loads(about.read_text())
+            facts = parse_json(about.read_text())
         except (OSError, ValueError):
             facts, files = {}, []
         used = max((file.st_mtime for file in files), default=0)
