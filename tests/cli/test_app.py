@@ -231,7 +231,7 @@ def test_a_full_disk_ends_with_one_line_and_leaves_nothing_half_written(monkeypa
     capsys.readouterr()
     assert run(monkeypatch, *words) == 2
     assert "No space left on device" in capsys.readouterr().err.strip().splitlines()[-1]
-    assert list((place / "o").iterdir()) == []
+    assert not (place / "o").exists()
 
 
 def test_an_unusable_device_is_refused(monkeypatch, place, capsys):

@@ -53,7 +53,10 @@ def build_app() -> typer.Typer:
     return app
 
 
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
+) -> None:
     if version:
         from sigcam import __version__
 

@@ -4,11 +4,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import typer
-
 from sigcam.bench.registry import targets_help
 from sigcam.cli import options as opt
-from sigcam.cli.console import progress_bar
+from sigcam.cli.console import progress_bar, say
 from sigcam.cli.options import option
 from sigcam.core.errors import ConfigError
 
@@ -28,6 +26,10 @@ class BenchOptions(opt.RunOptions, opt.BatchOptions, opt.ThreadOptions, opt.Skip
     full: bool = option("Measure everything on all images instead of a sample.", False)
     quick: bool = option("A first look: 100 images, 1000 to train on, nothing enlarged.", False)
     output: Path = Path("bench")
+
+    @property
+    def resumes(self) -> bool:
+        return True
 
 
 def bench_command(options: BenchOptions) -> None:
@@ -54,4 +56,9 @@ def bench_command(options: BenchOptions) -> None:
         skip_unreadable=o.skip_unreadable,
     )
     with progress_bar(quiet=os.environ.get("RANK", "0") != "0") as progress:  # set by torchrun
-        run_bench(o.target, plan, o.threads, progress=progress, announce=typer.echo)
+        run_bench(o.target, plan, o.threads, progress=progress, announce=_say_lines)
+
+
+def _say_lines(text: str) -> None:
+    for line in text.split("\n"):
+        say(line)

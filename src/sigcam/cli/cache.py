@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import typer
 
-from sigcam.cli.console import show_table
+from sigcam.cli.console import say, show_table
 from sigcam.cli.options import CacheOptions, JsonOptions, option
 
 
@@ -42,7 +42,7 @@ def list_caches_command(options: ListCachesOptions) -> None:
         return
     if rows:
         show_table("caches", [tuple(row.values()) for row in rows], header=tuple(rows[0]))
-    typer.echo(f"{len(rows)} cache(s), {sum(row['megabytes'] for row in rows):.1f} MB in {root}")
+    say(f"{len(rows)} cache(s), {sum(row['megabytes'] for row in rows):.1f} MB in {root}")
 
 
 def clear_caches_command(options: ClearCachesOptions) -> None:
@@ -50,4 +50,4 @@ def clear_caches_command(options: ClearCachesOptions) -> None:
     from sigcam.training.feature_cache import clear_caches, default_folder
 
     removed = clear_caches(options.cache or default_folder(), options.names or ())
-    typer.echo(f"removed {len(removed)} cache(s), {sum(cache.size for cache in removed) / 1e6:.1f} MB")
+    say(f"removed {len(removed)} cache(s), {sum(cache.size for cache in removed) / 1e6:.1f} MB")

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,12 +13,28 @@ import typer
 from sigcam.core.types import Progress, Skipped
 
 
+def printable(text: str) -> str:
+    """Return the text with escapes for characters that move the cursor, colour or hide text: \\n, \\x1b."""
+
+    def shown(character: str) -> str:
+        hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        joins = character in "\u200c\u200d"  # inside words of some languages, and emoji
+        return character.encode("unicode_escape").decode() if hidden and not joins else character
+
+    return text if text.isprintable() else "".join(map(shown, text))
+
+
+def say(text: str, err: bool = False) -> None:
+    """Print one line; names in it may hold anything."""
+    typer.echo(printable(text), err=err)
+
+
 def show_skips(skipped: Sequence[Skipped]) -> None:
     """Print the first files that were skipped, and their number."""
     for name, reason in skipped[:5]:
-        typer.echo(f"left out {name}: {reason}", err=True)
+        say(f"left out {name}: {reason}", err=True)
     if len(skipped) > 5:
-        typer.echo(f"left out {len(skipped)} files in all", err=True)
+        say(f"left out {len(skipped)} files in all", err=True)
 
 
 def show_result(numbers: dict[str, Any], skipped: Sequence[Skipped], as_json: bool) -> None:
@@ -38,13 +55,18 @@ def show_table(title: str, rows: Sequence[Sequence[object]], header: tuple[str, 
     """Print a table; cells wrap where the terminal is narrow."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=title, show_header=bool(header), title_justify="left")
+    def plain(value: object) -> Text:  # brackets are no markup
+        return Text(printable(str(value)))
+
+    table = Table(title=plain(title), show_header=bool(header), title_justify="left")
     for name in header or ("", ""):
-        table.add_column(name, overflow="fold")
+        table.add_column(plain(name), overflow="fold")
     for row in rows:
-        table.add_row(*map(str, row))
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
+        table.add_row(*map(plain, row))
+    on_terminal = sys.stdout is not None and sys.stdout.isatty()
+    Console(width=None if on_terminal else 110, highlight=False, emoji=False).print(table)
 
 
 def show_maps(rows: Sequence[dict[str, Any]], fitted: bool) -> None:
@@ -61,7 +83,7 @@ def show_maps(rows: Sequence[dict[str, Any]], fitted: bool) -> None:
     for row in rows:
         if row["blank"]:
             share = f"share of positive evidence {row['positive_share']:.0%}"
-            typer.echo(f"blank map: {row['image']} ({share})", err=True)
+            say(f"blank map: {row['image']} ({share})", err=True)
 
 
 @contextmanager
@@ -70,14 +92,14 @@ def progress_bar(quiet: bool = False) -> Iterator[Progress]:
     if quiet:
         yield lambda stage, done, total: None
         return
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield _once_per_end(_PlainLines())
         return
     from rich import progress as rich
     from rich.console import Console
 
     columns = (
-        rich.TextColumn("{task.description:>10}"),
+        rich.TextColumn("{task.description:>10}", markup=False),
         rich.BarColumn(),
         rich.MofNCompleteColumn(),
         rich.TimeElapsedColumn(),
@@ -89,7 +111,7 @@ def progress_bar(quiet: bool = False) -> Iterator[Progress]:
 
         def update(stage: str, done: int, total: int, restarted: bool) -> None:
             if restarted or stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
+                tasks[stage] = bars.add_task(printable(stage), total=total)
             bars.update(tasks[stage], completed=done, total=total)
 
         yield _once_per_end(update)
@@ -111,7 +133,7 @@ class _PlainLines:
             self.printed[stage] = now
             left = (now - begin) / max(done - before, 1) * (total - done)
             eta = f", about {left:.0f} s left" if done < total else f", {now - begin:.0f} s"
-            typer.echo(f"{stage}: {done} of {total}{eta}", err=True)
+            say(f"{stage}: {done} of {total}{eta}", err=True)
 
 
 def _once_per_end(update: Callable[[str, int, int, bool], None]) -> Progress:

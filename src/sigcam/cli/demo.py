@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from sigcam.cli import options as opt
-from sigcam.cli.console import as_text, progress_bar, show_table
+from sigcam.cli.console import as_text, progress_bar, say, show_table
 from sigcam.cli.options import option
 
 
@@ -53,4 +53,4 @@ def demo_command(options: DemoOptions) -> None:
     )
     show_table("demo", [(name.replace("_", " "), as_text(value)) for name, value in result.items()])
     page = options.output / "report.html"
-    typer.echo(f"look at {page if page.is_file() else options.output / 'maps.png'}")
+    say(f"look at {page if page.is_file() else options.output / 'maps.png'}")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sigcam.cli import options as opt
-from sigcam.cli.console import progress_bar, show_skips, show_table
+from sigcam.cli.console import progress_bar, say, show_skips, show_table
 from sigcam.cli.options import option
 from sigcam.core.errors import ConfigError
-from sigcam.core.files import check_writable, write_text_atomic
+from sigcam.core.files import write_text_atomic
 from sigcam.core.manifest import write_manifest
 
 if TYPE_CHECKING:
@@ -47,6 +47,10 @@ class EvaluateOptions(
     limit: int | None = option("Number of images: the first N only.", None, min=1)
     intervals: bool = option("95 % bootstrap intervals.", False)
     output: Path = Path("evaluation")
+
+    @property
+    def resumes(self) -> bool:
+        return self.maps is None
 
 
 def evaluate_command(options: EvaluateOptions) -> None:
@@ -88,7 +92,6 @@ def evaluate_command(options: EvaluateOptions) -> None:
 
 def _evaluate_folder(options: EvaluateOptions, maps: Path, progress: Progress) -> Result:
     """Evaluate a folder of maps; images are not needed where the metadata has their sizes."""
-    from sigcam.core.distributed import rank
     from sigcam.data.readers.wsol import wsol
     from sigcam.data.registry import guess_format, open_dataset
     from sigcam.evaluation.evaluator import evaluate_maps
@@ -104,8 +107,6 @@ def _evaluate_folder(options: EvaluateOptions, maps: Path, progress: Progress) -
             samples = wsol(o.data, split=o.split)
     else:
         samples = open_dataset(o.data, format=o.format, split=o.split)
-    if rank() == 0:
-        check_writable(o.output)
     return evaluate_maps(
         maps,
         samples[: o.limit],
@@ -119,7 +120,6 @@ def _evaluate_folder(options: EvaluateOptions, maps: Path, progress: Progress) -
 def _evaluate_network(options: EvaluateOptions, progress: Progress) -> tuple[DualBranch, Samples, Result]:
     """Evaluate the maps of a network: by default of both heads or, without a fitted branch, of the softmax
     head, unaltered and centred."""
-    from sigcam.core.distributed import rank
     from sigcam.data.registry import open_dataset
     from sigcam.data.sample import check_disjoint
     from sigcam.evaluation.evaluator import evaluate
@@ -148,8 +148,6 @@ def _evaluate_network(options: EvaluateOptions, progress: Progress) -> tuple[Dua
         val_samples = open_dataset(o.data, format=o.format, split=o.val_split)
         why = f"are in split {o.split} too: thresholds must come from other images than those measured."
         check_disjoint(val_samples, samples, why)
-    if rank() == 0:
-        check_writable(o.output)
     net = open_network(o.model, o.weights, branch, head=o.head, layer=o.layer, device=o.device).net
     settings: Any = {
         "methods": methods,
@@ -192,10 +190,10 @@ def _show(result: Result, options: EvaluateOptions) -> None:
     for header, rows in result.blocks():
         show_table("result", rows, header=header)
     for line in result.remarks():
-        typer.echo(line)
+        say(line)
     show_skips(result.skipped)
     written = "results.json, report.html" if options.report else "results.json"
-    typer.echo(f"{written} and manifest.json are in {options.output}")
+    say(f"{written} and manifest.json are in {options.output}")
 
 
 def _source(options: EvaluateOptions) -> dict[str, str]:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sigcam.cli import options as opt
-from sigcam.cli.console import progress_bar, show_maps, show_skips
+from sigcam.cli.console import progress_bar, say, show_maps, show_skips
 from sigcam.cli.options import option
 from sigcam.core.errors import ConfigError, DataError
-from sigcam.core.files import check_writable, write_text_atomic
+from sigcam.core.files import write_text_atomic
 from sigcam.core.manifest import write_manifest
 
 if TYPE_CHECKING:
@@ -47,6 +47,10 @@ class ExplainOptions(
     captions: bool = option("Write class, scores and a colour bar below each overlay.", False)
     data: str = option("Folder of class folders, or `shapes:20`.", "")
     output: Path = Path("maps")
+
+    @property
+    def resumes(self) -> bool:
+        return True
 
 
 def explain_command(options: ExplainOptions) -> None:
@@ -81,7 +85,6 @@ def explain_command(options: ExplainOptions) -> None:
         samples = images_from_paths(o.pictures)
     else:
         samples = open_dataset(o.data, format=o.format, split="test")
-    check_writable(o.output)
     opened = open_network(
         o.model, o.weights, o.branch, head=o.head, layer=o.layer, crop=o.crop, device=o.device
     )
@@ -125,7 +128,7 @@ def explain_command(options: ExplainOptions) -> None:
     show_maps(rows, fitted=config.branch == "sigmoid")
     show_skips(skipped)
     files = "maps, explanation.json and report.html" if o.report else "maps and explanation.json"
-    typer.echo(f"{len(rows)} overlay(s), {files} are in {o.output}")
+    say(f"{len(rows)} overlay(s), {files} are in {o.output}")
 
 
 def class_index(name: str | None, net: DualBranch) -> int | None:

@@ -5,14 +5,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from sigcam.cli import options as opt
-from sigcam.cli.console import progress_bar, show_result
+from sigcam.cli.console import progress_bar, say, show_result
 from sigcam.cli.options import option
 from sigcam.core.config import FitConfig
 from sigcam.core.errors import ConfigError
-from sigcam.core.files import check_writable, write_text_atomic
+from sigcam.core.files import write_text_atomic
 from sigcam.core.manifest import write_manifest
 
 
@@ -28,6 +26,10 @@ class FitOptions(
     output: Path = Path("branch")
     no_cache: bool = option("Keep features in memory only.", False)
     config: FitConfig = FitConfig()
+
+    @property
+    def resumes(self) -> bool:
+        return bool(self.data) and not self.no_cache
 
 
 def fit_command(options: FitOptions) -> None:
@@ -53,8 +55,6 @@ def fit_command(options: FitOptions) -> None:
         torch.set_num_threads(o.threads)
     with process_group(o.device) as device:
         data: Any = read_features(o.features) if o.features else open_training_data(o.data, o.format)
-        if rank() == 0:
-            check_writable(o.output)
         opened = open_network(
             o.model, o.weights, None, head=o.head, layer=o.layer, crop=o.crop, device=device
         )
@@ -90,4 +90,4 @@ def fit_command(options: FitOptions) -> None:
         show_result(numbers, result.skipped, o.json)
         if not o.json:
             written = "branch, fit.json, fit.png" if plotted else "branch, fit.json"
-            typer.echo(f"{written} and manifest.json are in {o.output}")
+            say(f"{written} and manifest.json are in {o.output}")

@@ -1,38 +1,132 @@
-"""Run the command line: bad input is one line on stderr and exit code 2."""
+"""Run the command line: every failure is one line on stderr; exit code 2 for bad input, 1 for a bug."""
 
+import os
+import signal
 import sys
-from typing import Any
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
 
 import typer
 
 from sigcam.cli.app import build_app
-from sigcam.core.errors import SigcamError
+from sigcam.cli.console import printable
+from sigcam.cli.running import Terminated
+from sigcam.core.errors import DiskFull, SigcamError, causes
+from sigcam.core.files import FULL, error_line
+from sigcam.core.memory import is_out_of_memory
+
+CODE_FOLDER = Path(__file__).parents[1]
 
 
 def main() -> None:
-    """Run the command that was typed; errors of the user end in one line and exit code 2."""
-    usage_error: Any = typer.BadParameter.__mro__[2]  # ClickException, of the click that typer uses
+    """Run the command that was typed; exit with 0, 2 (bad input), 1 (bug), 130 (Ctrl-C) or 143 (SIGTERM)."""
+    words, show = _without_traceback(sys.argv[1:])
+    _escape_unprintable()
     try:
-        status = build_app()(sys.argv[1:] or ["--help"], standalone_mode=False)
-        raise SystemExit(status if isinstance(status, int) else 0)
-    except usage_error as error:
+        with _sigterm_as_interrupt():
+            status = build_app()(words or ["--help"], standalone_mode=False)
+            for stream in filter(None, (sys.stdout, sys.stderr)):  # None where they are closed
+                stream.flush()
+    except BrokenPipeError:
+        _discard_output()
+        raise SystemExit(1) from None
+    except (Exception, KeyboardInterrupt) as error:
+        if show:
+            traceback.print_exception(error)
+        message, code = describe(error)
+        with suppress(OSError):
+            print(f"sigcam: {printable(' '.join(message.split()))}", file=sys.stderr)
+        raise SystemExit(code) from None
+    raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def describe(error: BaseException) -> tuple[str, int]:
+    """Return the line that says what happened, and the exit code."""
+    usage_error: Any = typer.BadParameter.__mro__[2]  # ClickException, of the click that typer uses
+    chain = list(causes(error))
+    hint = next((f" {note}" for cause in chain for note in getattr(cause, "__notes__", ())), "")
+    lost = next((str(e) for e in chain if str(e).startswith("DataLoader worker")), "")
+    if any(isinstance(cause, Terminated) for cause in chain) or "signal: Terminated" in lost:
+        return f"stopped.{hint}", 143
+    if any(isinstance(cause, KeyboardInterrupt | typer.Abort) for cause in chain):
+        return f"stopped.{hint}", 130
+    if isinstance(error, usage_error):
         if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command
             print(error.format_message())
-            raise SystemExit(2) from None
-        fail(f"{error.format_message().rstrip('.')}. See sigcam --help.")
-    except SigcamError as error:
-        fail(str(error))
-    except OSError as error:
+            raise SystemExit(2)
+        return f"{error.format_message().rstrip('.')}. See sigcam --help.", 2
+    if memory := [cause for cause in chain if is_out_of_memory(cause)]:
+        less = "Use a smaller --batch-size, or less of --zoom, --workers and --top-n, or a larger machine."
+        return f"out of memory ({_last_line(memory[-1])}). {less}", 2
+    if full := next((cause for cause in chain if isinstance(cause, DiskFull)), None):
+        return f"{full}{hint}", 2
+    if isinstance(error, SigcamError):
+        return str(error), 2
+    if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        fail(f"{where}{error.strerror or error}")
-    except RuntimeError as error:
-        fail(f"the model could not be run on these pictures ({str(error).splitlines()[0]}).")
-    except (KeyboardInterrupt, typer.Abort):
-        print("sigcam: stopped.", file=sys.stderr)
-        raise SystemExit(130) from None
+        full_disk = "disk full: " if error.errno in FULL else ""
+        return f"{full_disk}{where}{error.strerror or error}", 2
+    if lost:  # by the kernel, mostly
+        return (
+            f"a process that decodes images is gone, maybe for lack of memory: use fewer --workers ({lost})",
+            2,
+        )
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if Path(f.filename).is_relative_to(CODE_FOLDER)]
+    where = f"{Path(ours[-1].filename).relative_to(CODE_FOLDER)}:{ours[-1].lineno}" if ours else "sigcam"
+    rerun = "Run it again with --traceback, and report what that prints."
+    return f"this is a bug in sigcam, at {where}: {error_line(error)}. {rerun}", 1
 
 
-def fail(message: str) -> None:
-    """Print one line to stderr and exit with code 2."""
-    print(f"sigcam: {' '.join(message.split())}", file=sys.stderr)
-    raise SystemExit(2)
+def _last_line(error: BaseException) -> str:
+    """Return the first line of the message or, of an error in another process, the last."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1 if lines[0].startswith("Caught ") else 0].strip().rstrip(".")
+
+
+def _without_traceback(words: list[str]) -> tuple[list[str], bool]:
+    """Return the words without --traceback, and whether to show tracebacks."""
+    end = words.index("--") if "--" in words else len(words)
+    kept = [word for word in words[:end] if word != "--traceback"] + words[end:]
+    return kept, len(kept) < len(words) or os.environ.get("SIGCAM_TRACEBACK", "0") not in ("", "0")
+
+
+def _escape_unprintable() -> None:
+    """Print what the terminal's encoding lacks as escapes, instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if reconfigure := getattr(stream, "reconfigure", None):
+            reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM, which service managers and schedulers send, end the block as Ctrl-C does."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        if hasattr(signal, "SIGCHLD"):  # torch's handler raises if a worker received it, too
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        raise Terminated
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not in the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _discard_output() -> None:
+    """Send to nowhere what is still to be printed: the reader is gone, as with `| head`."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(nowhere, stream.fileno())

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from sigcam.cli.running import running
 from sigcam.core.errors import ConfigError
 from sigcam.data.registry import list_readers
 
@@ -46,6 +47,11 @@ class SourceOptions(JsonOptions):
 class RunOptions:
     output: Path = option("Folder to write to.")
     device: str = option("Device to run on: cpu, cuda, cuda:1 or mps.", "cpu")
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the command, interrupted, goes on where it stopped."""
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +113,9 @@ def with_options(command: Callable[[Any], None]) -> Callable[..., None]:
     (options,) = (hint for name, hint in get_type_hints(command).items() if name != "return")
 
     def run(**values: Any) -> None:
-        command(_build(options, values))
+        built = _build(options, values)
+        with running(built):
+            command(built)
 
     parameters = list(_parameters(options))
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

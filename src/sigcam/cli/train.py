@@ -12,7 +12,6 @@ from sigcam.cli.console import progress_bar, show_result
 from sigcam.cli.options import option
 from sigcam.core.config import TrainConfig
 from sigcam.core.errors import ConfigError
-from sigcam.core.files import check_writable
 from sigcam.core.manifest import write_manifest
 
 if TYPE_CHECKING:
@@ -30,6 +29,10 @@ class TrainOptions(opt.SourceOptions, opt.RunOptions, opt.ThreadOptions, opt.Cro
     probe: bool = option("Train a linear head alone, with Adam, on features computed once.", False)
     output: Path = Path("classifier")
     config: TrainConfig = TrainConfig()
+
+    @property
+    def resumes(self) -> bool:
+        return not self.probe
 
 
 def train_command(options: TrainOptions) -> None:
@@ -54,7 +57,6 @@ def train_command(options: TrainOptions) -> None:
     if o.threads:
         torch.set_num_threads(o.threads)
     train = open_training_data(o.data, o.format)
-    check_writable(o.output)
     torch.manual_seed(config.seed)  # for a new head
     count = len(train.classes)
     classifier = open_classifier(o.model, o.weights, o.crop, o.device, count, pretrained=config.pretrained)

@@ -1,5 +1,6 @@
 """Decode samples into batches of tensors, in order; unreadable files are reported, not fatal."""
 
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,9 +63,15 @@ def load_batches(
         batch_size=batch_size,
         num_workers=workers,
         collate_fn=partial(_decode, samples, transform, keep_pictures),
+        worker_init_fn=ignore_interrupts,
         multiprocessing_context="spawn" if spawn and workers else None,
         generator=torch.Generator().manual_seed(seed),  # otherwise each loop draws from the global generator
     )
+
+
+def ignore_interrupts(worker: int) -> None:
+    """Leave Ctrl-C, which reaches all processes of a terminal, to the process that started this worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _decode(

@@ -17,6 +17,7 @@ from sigcam.core.config import FitConfig
 from sigcam.core.distributed import all_gather, rank, world_size
 from sigcam.core.errors import DataError
 from sigcam.core.types import Progress, Skipped
+from sigcam.data.loader import ignore_interrupts
 from sigcam.data.sample import Sample, Samples, match_classes, name_classes
 from sigcam.models.preprocess import Transform
 from sigcam.network.dual import DualBranch
@@ -203,6 +204,7 @@ def batches_of(data: Any, config: FitConfig, *, shuffle: bool = False) -> Iterab
         batch_size=config.batch_size,
         shuffle=shuffle and hasattr(data, "__len__") and hasattr(data, "__getitem__"),
         num_workers=config.workers,
+        worker_init_fn=ignore_interrupts,
         generator=torch.Generator().manual_seed(seed),  # otherwise each loop draws from the global one
     )
 
