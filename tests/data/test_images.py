@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import struct
+import tracemalloc
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from sigcam.core.errors import DataError
-from sigcam.data.images import images_from_paths, open_image
+from sigcam.data.images import images_from_paths, open_image, read_image_size
 from support.data_files import (
     put,
     says,
@@ -78,6 +80,13 @@ def test_16_bit_grey_is_scaled_by_its_full_range(tmp_path: Path, value: int) -> 
         (np.float32, (-2.0, 2.0), (0, 255)),
         (np.float32, (-3.0, -3.0), (0, 0)),
         (np.float32, (float("nan"), 1.0), (0, 255)),
+        (np.float32, (0.25, 1.01), (63, 255)),  # a little too large, as resampling leaves it: not black
+        (np.float32, (1.0, 4.0), (64, 255)),
+        (np.float32, (30.0, 300.0), (26, 255)),
+        (np.float32, (0.0, 25700.0), (0, 100)),
+        (np.float32, (0.0, 0.004), (0, 1)),  # a dark one stays dark
+        (np.int32, (0, 2), (0, 2)),
+        (np.int32, (0, 1023), (0, 255)),
     ],
 )
 def test_deep_grey_without_a_range_is_not_clipped(
@@ -86,6 +95,83 @@ def test_deep_grey_without_a_range_is_not_clipped(
     path = tmp_path / "x.tif"
     Image.fromarray(np.array([values], dtype=dtype)).save(path)
     assert np.asarray(open_image(path))[0, :, 0].tolist() == list(expected)
+
+
+@pytest.mark.parametrize("infinite", [float("inf"), float("-inf"), float("nan")])
+def test_numbers_that_are_not_finite_leave_the_others_visible(tmp_path: Path, infinite: float) -> None:
+    path = tmp_path / "x.tif"
+    Image.fromarray(np.array([[0, 0.5, 1, infinite]], np.float32)).save(path)
+    assert np.asarray(open_image(path))[0, :3, 0].tolist() == [0, 128, 255]
+    assert np.asarray(open_image(path))[0, 3, 0] == (255 if infinite > 0 else 0)
+    Image.fromarray(np.full((2, 2), infinite, np.float32)).save(path)
+    assert len(np.unique(np.asarray(open_image(path)))) == 1
+
+
+def put_tiff(
+    path: Path, rows: bytes, width: int, bits: int, *, sample_format: int = 1, white: int = 1
+) -> Path:
+    """Write one row of grey samples; Pillow cannot write some kinds that it reads."""
+    tags = ((256, width), (257, 1), (258, bits), (259, 1), (262, white), (273, 134), (277, 1), (278, 1))
+    tags = (*tags, (279, len(rows)), (339, sample_format))
+    entries = b"".join(struct.pack("<HHII", tag, 4 if tag == 273 else 3, 1, value) for tag, value in tags)
+    path.write_bytes(struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + entries + bytes(4) + rows)
+    return path
+
+
+def test_12_bits_are_scaled_by_their_full_range(tmp_path: Path) -> None:
+    path = put_tiff(tmp_path / "x.tif", bytes((0x00, 0x08, 0x00, 0xFF, 0xFF, 0xFF)), 4, 12)
+    assert np.asarray(open_image(path))[0, :, 0].tolist() == [0, 128, 255, 255]
+
+
+def test_unsigned_numbers_of_32_bits_are_not_taken_for_signed_ones(tmp_path: Path) -> None:
+    values = np.array([0, 2**30, 2**31, 2**32 - 1], np.uint32)
+    path = put_tiff(tmp_path / "x.tif", values.tobytes(), 4, 32)
+    assert np.asarray(open_image(path))[0, :, 0].tolist() == [0, 64, 128, 255]
+    path = put_tiff(tmp_path / "x.tif", values.view(np.int32)[[0, 1]].tobytes(), 2, 32, sample_format=2)
+    assert np.asarray(open_image(path))[0, :, 0].tolist() == [0, 255]
+
+
+@pytest.mark.parametrize(("kind", "format"), [(np.uint8, 1), (np.uint16, 1), (np.float32, 3)])
+def test_what_is_stored_as_a_negative_is_shown_as_a_positive(tmp_path: Path, kind: type, format: int) -> None:
+    top = 1 if format == 3 else np.iinfo(kind).max
+    values = np.array([0, top], kind)
+    path = put_tiff(
+        tmp_path / "x.tif", values.tobytes(), 2, 8 * values.itemsize, sample_format=format, white=0
+    )
+    assert np.asarray(open_image(path))[0, :, 0].tolist() == [255, 0]
+
+
+@pytest.mark.parametrize("extension", ["tif", "png", "jpg", "webp"])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_the_size_in_the_header_is_the_size_that_opens(
+    tmp_path: Path, extension: str, orientation: int
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / f"x.{extension}"
+    Image.new("RGB", (6, 4), "blue").save(path, exif=exif)
+    assert read_image_size(path) == open_image(path).size == ((4, 6) if orientation > 4 else (6, 4))
+    assert read_image_size(path, upright=False) == open_image(path, upright=False).size
+
+
+@pytest.mark.parametrize("orientation", range(10))
+def test_every_orientation_is_turned_as_pillow_does(tmp_path: Path, orientation: int) -> None:
+    exif, path = Image.Exif(), tmp_path / "x.png"
+    exif[0x0112] = orientation
+    Image.fromarray(np.arange(72, dtype=np.uint8).reshape(4, 6, 3)).save(path, exif=exif)
+    with Image.open(path) as image:
+        expected = ImageOps.exif_transpose(image)
+    assert np.array_equal(np.asarray(open_image(path)), np.asarray(expected))
+
+
+def test_a_large_deep_image_takes_little_more_than_its_pixels(tmp_path: Path) -> None:
+    path = tmp_path / "x.tif"
+    Image.new("F", (3000, 3000), 0.5).save(path)
+    tracemalloc.start()
+    open_image(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 12 * 9_000_000  # 4 bytes a pixel, twice while they are copied, and a few; 40 in float64
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
@@ -130,7 +216,7 @@ def test_exif_rotation_is_applied(tmp_path: Path) -> None:
 def test_broken_exif_does_not_hide_the_picture(tmp_path: Path) -> None:
     path = tmp_path / "x.jpg"
     Image.new("RGB", SIZE, "red").save(path, exif=b"Exif\x00\x00MM\x00*\xff\xff\xff\xff broken")
-    assert open_image(path).size == SIZE
+    assert open_image(path).size == read_image_size(path) == SIZE
 
 
 def test_missing_empty_foreign_and_folder_are_named(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
     from PIL import Image
 
 IMAGE_EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff"})
-EXIF_ORIENTATION = 0x0112
+ORIENTATION = 0x0112  # EXIF tag
+TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270"}
+TURNS |= {7: "TRANSVERSE", 8: "ROTATE_90"}  # by orientation
+BITS, PHOTOMETRIC, SAMPLE_FORMAT = 258, 262, 339  # TIFF tags
+Tags = dict[int, Any]
 COMMON_MASK_SIZE = (224, 224)  # (height, width) for the masks of one image when their sizes differ
 
 
@@ -30,9 +35,19 @@ def open_image(path: str | Path, *, upright: bool = True) -> Image.Image:
         upright: rotate the image as its EXIF tag says; False keeps the stored pixels, for annotations that
             refer to them.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image
 
-    path = Path(path)
+    with decoded(Path(path), "") as (image, tags):
+        turn = TURNS.get(tags[ORIENTATION]) if upright else None
+        return _to_rgb(image.transpose(Image.Transpose[turn]) if turn else image, tags)
+
+
+@contextmanager
+def decoded(path: Path, what: str) -> Iterator[tuple[Image.Image, Tags]]:
+    """Yield the first frame and some of its tags; an error meanwhile becomes "cannot read WHAT PATH"."""
+    from PIL import Image, UnidentifiedImageError
+
+    failed = f"cannot read {what}{path}"
     try:
         if path.is_dir():
             raise IsADirectoryError("it is a folder, not an image")
@@ -42,21 +57,20 @@ def open_image(path: str | Path, *, upright: bool = True) -> Image.Image:
             warnings.simplefilter("ignore")  # odd metadata does not matter if the pixels can be read
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(path) as image:
+                written = getattr(image, "tag_v2", {})
+                tags = {tag: written.get(tag) for tag in (BITS, PHOTOMETRIC, SAMPLE_FORMAT)}
+                tags[ORIENTATION] = _orientation(image)
                 image.load()
-                try:
-                    turned = ImageOps.exif_transpose(image) if upright else image
-                except Exception:  # a broken EXIF tag says nothing about the pixels
-                    turned = image
-                return _to_rgb(turned)
+                yield image, tags
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
         limit = f"more than {Image.MAX_IMAGE_PIXELS} pixels"
-        raise DataError(f"cannot read {path}: it has {limit}; make it smaller first.") from error
+        raise DataError(f"{failed}: it has {limit}; make it smaller first.") from error
     except UnidentifiedImageError as error:
         reason = "it is not an image that Pillow can read" if path.stat().st_size else "it is empty"
-        raise DataError(f"cannot read {path}: {reason}.") from error
+        raise DataError(f"{failed}: {reason}.") from error
     except Exception as error:  # decoders raise almost anything on damaged files: struct.error, SyntaxError
         reason = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-        raise DataError(f"cannot read {path}: {reason.rstrip('.')}.") from error
+        raise DataError(f"{failed}: {' '.join(reason.split()).rstrip('.')[:300]}.") from error
 
 
 def read_image_size(path: Path, *, upright: bool = True) -> ImageSize | None:
@@ -67,10 +81,20 @@ def read_image_size(path: Path, *, upright: bool = True) -> ImageSize | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(path) as image:
-                turned = upright and image.getexif().get(EXIF_ORIENTATION, 1) in (5, 6, 7, 8)
+                turned = upright and _orientation(image) in (5, 6, 7, 8)
                 return ImageSize(*(image.size[::-1] if turned else image.size))
     except Exception:  # open_image reports it
         return None
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the orientation in EXIF, before the pixels are loaded; 1, as stored, if there is none."""
+    if image.format == "TIFF":
+        return 1  # Pillow turns it by itself
+    try:
+        return int(image.getexif().get(ORIENTATION, 1))
+    except Exception:  # a broken EXIF tag says nothing about the pixels
+        return 1
 
 
 def images_from_paths(paths: Sequence[str | Path]) -> Samples:
@@ -109,38 +133,51 @@ def is_image(path: Path) -> bool:
     return path.suffix.lower() in IMAGE_EXTENSIONS and not path.name.startswith(".")
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _to_rgb(image: Image.Image, tags: Tags) -> Image.Image:
     from PIL import Image
 
-    if image.mode.startswith("I") or image.mode == "F":
-        return _to_8_bits(image).convert("RGB")
+    if _is_deep(image):
+        return Image.fromarray(_to_8_bits(image, tags)).convert("RGB")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
 
 
-def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Scale deep grey to mode L: 16-bit images by their full range, I and F images by the smallest of the
-    ranges up to 1 (F only), 255 and 65535 that holds all values, else by their own."""
-    import numpy as np
-    from PIL import Image
+def _is_deep(image: Image.Image) -> bool:
+    """Return whether the image is grey of more than 8 bits."""
+    return image.mode.startswith("I") or image.mode == "F"
 
-    pixels = np.nan_to_num(np.asarray(image, dtype=np.float64))  # (H, W)
-    low, high = float(pixels.min()), float(pixels.max())
-    ranges = {"F": (1.0, 255.0, 65535.0), "I": (255.0, 65535.0)}.get(image.mode, (65535.0,))
+
+def _to_8_bits(image: Image.Image, tags: Tags) -> NDArray[np.uint8]:
+    """Scale deep grey to (H, W) levels from 0 to 255: 12 and 16 bits by their full range; whole numbers of 32
+    bits by 255 or 65535, floats by 1, 255 or 65535, whichever is the first to hold all values. Values that
+    are negative, larger, or much smaller than that range are scaled by their own; NaN is black."""
+    import numpy as np
+
+    stored = np.asarray(image)  # (H, W)
+    if image.mode == "I" and tags[BITS] == (32,) and tags[SAMPLE_FORMAT] in (None, (1,)):
+        stored = stored.view(np.uint32)  # Pillow takes them for signed numbers
+    finite = np.isfinite(stored)
+    first = stored.flat[finite.argmax()] if finite.any() else 0
+    low, high = (float(end(stored, where=finite, initial=first)) for end in (np.min, np.max))
+    full = 4095.0 if tags[BITS] == (12,) else 65535.0
+    ranges = {"F": (1.0, 255.0, 65535.0), "I": (255.0, 65535.0)}.get(image.mode, (full,))
     if low >= 0 and high <= ranges[-1]:
-        low, high = 0.0, next(top for top in ranges if high <= top)
-    scaled = (pixels - low) * (255 / max(high - low, 1e-12))
-    return Image.fromarray(scaled.round().clip(0, 255).astype(np.uint8))
+        top = next(top for top in ranges if high <= top)
+        low, high = 0.0, top if top == ranges[0] or high * 16 > top else high
+    levels = np.empty(stored.shape, np.uint8)
+    for rows in range(0, len(stored), 256):  # in parts: an image of 89 megapixels takes 700 MB as float64
+        part = np.nan_to_num(stored[rows : rows + 256].astype(np.float64), nan=low, posinf=high, neginf=low)
+        levels[rows : rows + 256] = ((part - low) * (255 / max(high - low, 1e-12))).round().clip(0, 255)
+    return 255 - levels if tags[PHOTOMETRIC] == 0 else levels  # 0: the lowest value is white
 
 
 def open_masks(objects: Sequence[Path], ignored: Sequence[Path]) -> NDArray[np.uint8]:
     """Combine mask files, (H, W): 1 in any object mask, else 255 in any ignore mask (PROTOCOL 5.5)."""
     import numpy as np
 
-    deep = ("I", "I;16", "I;16L", "I;16B", "I;16N")
-    masks = [_open_grey(path, as_stored=deep) for path in (*objects, *ignored)]
+    masks = [_open_grey(path, deep=True) for path in (*objects, *ignored)]
     if len({mask.shape for mask in masks}) > 1:
         masks = [resize_mask(mask, COMMON_MASK_SIZE) for mask in masks]
     combined = np.zeros(masks[0].shape, np.uint8)
@@ -150,10 +187,15 @@ def open_masks(objects: Sequence[Path], ignored: Sequence[Path]) -> NDArray[np.u
 
 
 def open_levels(path: Path) -> NDArray[np.uint8]:
-    """Return the values of a mask file as stored, (H, W); for a palette image, its indices."""
+    """Return the values of a mask file as stored, (H, W), at most 255; for a palette image, its indices."""
     import numpy as np
 
-    return _open_grey(path, as_stored=("L", "P")).astype(np.uint8)
+    return _open_grey(path, deep=True, palette=True).clip(0, 255).astype(np.uint8)
+
+
+def open_brightness(path: Path) -> NDArray[np.uint8]:
+    """Return the brightness of a mask file, (H, W) from 0 to 255; that of deep grey as in `open_image`."""
+    return _open_grey(path)
 
 
 def resize_mask(mask: NDArray[Any], size: tuple[int, int]) -> NDArray[Any]:
@@ -168,13 +210,13 @@ def resize_mask(mask: NDArray[Any], size: tuple[int, int]) -> NDArray[Any]:
     return resized
 
 
-def _open_grey(path: Path, as_stored: Collection[str]) -> NDArray[Any]:
-    """Return the pixels of an image of one of these modes as stored, of any other mode as 8-bit grey."""
+def _open_grey(path: Path, *, deep: bool = False, palette: bool = False) -> NDArray[Any]:
+    """Return an image as 8-bit grey, (H, W); `deep` grey and indices into a `palette` as stored, NaN as 0."""
     import numpy as np
-    from PIL import Image
 
-    try:
-        with Image.open(path) as image:
-            return np.asarray(image if image.mode in as_stored else image.convert("L"))
-    except Exception as error:  # decoders raise almost anything on damaged files
-        raise DataError(f"cannot read the mask {path}: {error}.") from error
+    with decoded(path, "the mask ") as (image, tags):
+        if _is_deep(image):
+            return np.nan_to_num(np.asarray(image)) if deep else _to_8_bits(image, tags)
+        if image.mode == "LAB":
+            image = image.convert("RGB")  # which has no way to grey of its own
+        return np.asarray(image if palette and image.mode == "P" else image.convert("L"))

@@ -2,15 +2,17 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, islice
+from itertools import chain, count, groupby, islice
 from pathlib import Path, PurePosixPath
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from sigcam.core.errors import DataError
+from sigcam.core.files import error_line
+from sigcam.data.images import decoded
 
 IndexedMap = tuple[int, NDArray[Any]]  # index of the image, (H, W)
 RANGE_TOLERANCE = 1e-6  # resized float32 maps may leave [0, 1] by this much
@@ -57,19 +59,26 @@ def find_maps(folder: str | Path, ids: Sequence[str], *, extra: bool = False) ->
 
 
 def map_names(ids: Iterable[str]) -> list[str]:
-    """Return a unique file name without extension for each image's map: `photo.map` for `photo.jpg`."""
+    """Return a unique file name without extension for each image's map: `photo.map` for `photo.jpg`.
+
+    Names differ in more than upper and lower case, which some disks do not tell apart.
+    """
     flat = [_flat(id) for id in ids]
     stems = [name.rsplit(".", 1)[0] for name in flat]
-    repeated = {stem for stem, count in Counter(stems).items() if count > 1}
-    return [f"{name if stem in repeated else stem}.map" for name, stem in zip(flat, stems, strict=True)]
+    counts = Counter(map(_folded, stems))
+    names, taken = list[str](), set[str]()
+    for name, stem in zip(flat, stems, strict=True):
+        choices = chain(
+            [stem] if counts[_folded(stem)] == 1 else [], [name], (f"{name}~{n}" for n in count(2))
+        )
+        names.append(next(choice for choice in choices if _folded(choice) not in taken))
+        taken.add(_folded(names[-1]))
+    return [f"{name}.map" for name in names]
 
 
 def open_map(path: Path, id: str) -> NDArray[Any]:
     """Return the map of an image, (H, W) float32 in [0, 1]: .npy values as stored, .png by its full range."""
-    try:
-        values = np.load(path, allow_pickle=False) if path.suffix.lower() == ".npy" else _open_png(path)
-    except (ValueError, OSError, EOFError, SyntaxError) as error:
-        raise DataError(f"image {id}: cannot read its map {path}: {error}.") from error
+    values = _open_npy(path, id) if path.suffix.lower() == ".npy" else _open_png(path, id)
     if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf":
         raise DataError(f"image {id}: its map {path} holds no real numbers.")
     shape = values.shape
@@ -91,13 +100,25 @@ def same_shape(maps: Iterable[IndexedMap], most: int) -> Iterator[list[IndexedMa
             yield batch
 
 
-def _open_png(path: Path) -> NDArray[Any]:
-    with Image.open(path) as image:
+def _open_npy(path: Path, id: str) -> Any:
+    """Return the array, mapped: a file that is shorter than its header says is refused without allocation."""
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # hostile headers raise almost anything: TokenError, OverflowError, TypeError
+        raise DataError(f"image {id}: cannot read its map {path}: {error_line(error)}.") from error
+
+
+def _open_png(path: Path, id: str) -> NDArray[Any]:
+    with decoded(path, f"the map of image {id}, ") as (image, _):
         if image.mode not in ("1", "L", "I", "I;16", "I;16B"):
             raise ValueError("it is a colour image, not a grey one of 8 or 16 bits")
-        pixels = np.asarray(image, dtype=np.float64)
-        return pixels / {"1": 1, "L": 255}.get(image.mode, 65535)
+        return np.asarray(image, dtype=np.float32) / {"1": 1, "L": 255}.get(image.mode, 65535)
 
 
 def _flat(name: str) -> str:
     return name.replace("\\", "/").strip("/").replace("/", "__")
+
+
+def _folded(name: str) -> str:
+    """Return the name as disks that tell neither case nor composed letters apart see it."""
+    return normalize("NFC", normalize("NFC", name).casefold())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sigcam.core.errors import DataError
-from sigcam.data.images import open_image, open_levels, read_image_size
+from sigcam.data.images import open_brightness, open_image, read_image_size
 from sigcam.data.sample import Box, Sample, Samples
 from sigcam.data.text_files import check_box, numbered_lines
 
@@ -79,7 +79,7 @@ def open_segmentation(path: Path) -> NDArray[np.uint8]:
     """Return a mask, (H, W): 1 where more than half of the annotators marked the bird, else 0."""
     import numpy as np
 
-    return (open_levels(path) > HALF_OF_THE_VOTES).astype(np.uint8)
+    return (open_brightness(path) > HALF_OF_THE_VOTES).astype(np.uint8)
 
 
 def _home(root: Path) -> Path:
