@@ -15,6 +15,8 @@ from torchmetrics import Metric
 import sigcam
 from sigcam.data.registry import open_dataset
 from sigcam.data.sample import Samples
+from sigcam.evaluation import metric_table
+from sigcam.evaluation.batch import BatchEvaluator
 from sigcam.evaluation.evaluator import evaluate
 from sigcam.evaluation.registry import METRICS, BatchRecord, MetricSpec
 from sigcam.evaluation.result import curves_of
@@ -88,6 +90,25 @@ def test_evaluate_and_its_report_measure_a_new_metric(samples: Samples) -> None:
     assert "Peak column" in result.table() and "plain share" in result.table()
     page = evaluation_page(result, curves_of(result), None)
     assert "Peak column" in page and f"{row['value']:.2f}" in page and "plain percent" in page
+
+
+def test_a_new_metric_resumes_even_if_all_images_were_counted(
+    samples: Samples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(_: str, done: int, total: int) -> None:
+        if done == total:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(metric_table, "EVERY", 0.0)
+    named: Any = {"metrics": ["mine", "plain"], "intervals": True, "unfinished": tmp_path / "unfinished"}
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(prepared(Gap()), samples, progress=stop, **named)
+    torch.manual_seed(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchEvaluator, "records", None)  # there is nothing left to draw
+        resumed = evaluate(prepared(Gap()), samples, **named)
+    torch.manual_seed(0)
+    assert resumed.rows == evaluate(prepared(Gap()), samples, **named).rows
 
 
 def test_a_new_metric_is_measured_by_default_unless_it_is_on_request(samples: Samples) -> None:

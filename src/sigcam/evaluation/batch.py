@@ -23,6 +23,7 @@ from sigcam.metrics.localization import in_top
 from sigcam.network.dual import DualBranch, ForwardPass
 from sigcam.network.zoom import zoomed
 
+ClassFrom = Literal["label", "predicted"]
 Scorer = Literal["softmax", "sigmoid", "branch"]
 SCORERS: dict[Scorer, str] = {
     "softmax": "the class's probability by the classifier's own head, for all branches alike",
@@ -61,7 +62,7 @@ class BatchEvaluator:
 
     net: DualBranch
     specs: Mapping[str, MetricSpec]
-    class_from: Literal["label", "predicted"]
+    class_from: ClassFrom
     scorers: tuple[Scorer, ...]
     zoom: float
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from PIL import Image
@@ -15,7 +15,7 @@ from sigcam.core.types import Progress, Skipped
 from sigcam.data.loader import load_batches
 from sigcam.data.maps import find_maps, open_map, same_shape
 from sigcam.data.sample import Sample, Samples, data_fingerprint, match_classes, name_classes
-from sigcam.evaluation.batch import SCORERS, BatchEvaluator, Scorer, Variant
+from sigcam.evaluation.batch import SCORERS, BatchEvaluator, ClassFrom, Scorer, Variant
 from sigcam.evaluation.metric_table import EvalCheckpoint, MetricTable, evaluation_facts
 from sigcam.evaluation.registry import BatchRecord, boxes_for, choose_metrics, mask_for
 from sigcam.evaluation.result import Result
@@ -34,7 +34,7 @@ def evaluate(
     branches: Sequence[Branch] = ("softmax", "sigmoid"),
     clamps: Sequence[bool | None] | None = None,
     metrics: Sequence[str] | None = None,
-    class_from: Literal["label", "predicted"] = "label",
+    class_from: ClassFrom = "label",
     scorers: Sequence[Scorer] = ("softmax",),
     zoom: float = 1.0,
     val: Result | None = None,

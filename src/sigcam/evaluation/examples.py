@@ -11,7 +11,7 @@ from sigcam.core.errors import DataError
 from sigcam.core.types import Progress
 from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples, match_classes
-from sigcam.evaluation.batch import BatchEvaluator, Variant
+from sigcam.evaluation.batch import BatchEvaluator, ClassFrom, Variant
 from sigcam.evaluation.registry import METRICS, BatchRecord
 from sigcam.evaluation.result import FIXED, Result
 from sigcam.methods.postprocess import disagreement
@@ -77,7 +77,7 @@ def collect_examples(
             labelled = False
     boxed = all(sample.boxes for sample in samples)
     specs = {name: METRICS[name] for name in ("gt_known_loc" if boxed else "average_drop",)}
-    class_from = result.about["class_from"] if labelled else "predicted"
+    class_from: ClassFrom = result.about["class_from"] if labelled else "predicted"
     evaluator = BatchEvaluator(net, specs, class_from, ("softmax",), result.about["zoom"])
     variants = _first_method(result)
     generator = torch.Generator().manual_seed(seed)

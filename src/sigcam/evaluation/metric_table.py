@@ -1,6 +1,7 @@
 """MetricTable: the metrics of every variant, updated batch by batch; EvalCheckpoint: its saved state."""
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -64,7 +65,6 @@ class MetricTable:
         for metric, values in zip(self._metrics.values(), state["metrics"], strict=True):
             for name, value in values.items():
                 setattr(metric, name, value)
-            metric._update_count = 1
         self._counts = dict(zip(self._counts, state["counts"], strict=True))
 
     def result(
@@ -79,8 +79,10 @@ class MetricTable:
             variant: all_reduce_sum(torch.tensor(count)).tolist() for variant, count in self._counts.items()
         }
         rows = list[Row]()
-        for key, metric in self._metrics.items():
-            rows += metric_rows(key, metric, images=counts[key[:3]][0], val=val)
+        with warnings.catch_warnings():  # of metrics that are not ours, resumed when all images were counted
+            warnings.filterwarnings("ignore", "The ``compute`` method of metric", UserWarning)
+            for key, metric in self._metrics.items():
+                rows += metric_rows(key, metric, images=counts[key[:3]][0], val=val)
         empty = dict.fromkeys(("low", "high", "threshold", "threshold_from", "scorer"))
         for variant in self._counts:
             images, blank = counts[variant]

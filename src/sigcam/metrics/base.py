@@ -1,8 +1,7 @@
 """Base classes for metrics: summable state, optional per-image rows, input checks."""
 
-import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self, cast
 
 import numpy as np
@@ -45,7 +44,7 @@ class ImageMetric(Metric):
     keys: list[Tensor]
 
     def __init__(self, *, intervals: bool = False, setting: str = "", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**{**kwargs, "compute_with_cache": False})  # a kept result outlives its sums
         shape, dtype = self.value_shape, self.value_dtype
         self.intervals, self._empty = intervals, torch.zeros((0, *shape), dtype=dtype)
         total = torch.zeros(shape, dtype=dtype if dtype.is_floating_point else torch.int64)
@@ -126,37 +125,30 @@ class ImageMetric(Metric):
         if self.intervals:
             self._start_rows()
 
+    @property
+    def update_called(self) -> bool:
+        """Always true: `compute` itself says that there are no images, and sums may come from elsewhere."""
+        return True
+
     def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
-        """Add another metric's states (torchmetrics alone would keep returning a cached result)."""
-        super().merge_state(incoming_state)
-        self._update_count += 1
-        self._computed = None
+        """Add the states of another metric of the same kind and setting."""
+        own: dict[str, Any] = self.metric_state
+        state = incoming_state.metric_state if isinstance(incoming_state, Metric) else incoming_state
+        if state.keys() != own.keys():
+            kinds = f"{', '.join(state)} to those of {type(self).__name__}: {', '.join(own)}"
+            raise ConfigError(f"cannot add the states {kinds}. Merge metrics of one kind and setting.")
+        for name, value in own.items():
+            setattr(self, name, value + state[name])  # a sum of counts, or of lists of rows
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Add a batch and return its own result; a batch that raises leaves the sums unchanged."""
-        state, count, on_cpu = self._copy_state_dict(), self._update_count, self.compute_on_cpu
-        try:
-            return super().forward(*args, **kwargs)
-        except Exception:  # torchmetrics has reset itself to compute the batch alone
-            for name, value in state.items():
-                setattr(self, name, value)
-            self._update_count, self._computed, self._enable_grad = count, None, False
-            self._to_sync, self._should_unsync, self.compute_on_cpu = self.sync_on_compute, True, on_cpu
-            raise
+        Metric.forward(self.clone(), *args, **kwargs)  # torchmetrics resets itself to compute a batch alone
+        return super().forward(*args, **kwargs)
 
     def _start_rows(self) -> None:
         # Never an empty list: a rank without images must gather rows of the same type and width.
         self.rows.append(packed(self._empty).to(self.device))
         self.keys.append(_keys(None, 0).to(self.device))
-
-    def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        wrapped = super()._wrap_compute(compute)
-
-        @functools.wraps(compute)
-        def computed() -> Any:  # without images: our error instead of the warning of torchmetrics
-            return wrapped() if self.images or self.distributed_available_fn() else compute()
-
-        return computed
 
 
 class BoxAccuracy(ImageMetric):
@@ -190,7 +182,7 @@ class BoxAccuracy(ImageMetric):
     def at(self, threshold: float | Tensor) -> Self:
         """A copy that computes the accuracy at a given threshold, a multiple of 0.001, or at one per IoU."""
         copy = cast(Self, self.clone())
-        copy.chosen, copy._computed = _threshold_index(threshold), None
+        copy.chosen = _threshold_index(threshold)
         return copy
 
     def accuracy_at(self, threshold: float | Tensor) -> Any:

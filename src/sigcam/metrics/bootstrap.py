@@ -55,7 +55,7 @@ def paired(
     if type(a) is not type(b):
         kinds = f"{type(b).__name__} from {type(a).__name__}"
         raise DataError(f"cannot subtract {kinds}: use one metric for both.")
-    a.compute(), b.compute()  # raise if there are no images
+    difference = _each(sub, a.compute(), b.compute())  # raises if there are no images
     (rows_a, keys_a), (rows_b, keys_b) = a.table(), b.table()
     if not torch.equal(keys_a, keys_b):
         problem = f"{len(keys_a)} images against {len(keys_b)}"
@@ -66,7 +66,6 @@ def paired(
     if keys_a.any() and len(keys_a.unique(dim=0)) < len(keys_a):
         raise DataError("some ids occur more than once, so images cannot be paired: name each image once.")
     draws = _draws(len(rows_a), resamples, seed)
-    difference = _each(sub, a.compute(), b.compute())
     resampled = _each(sub, _resampled(a, rows_a, draws), _resampled(b, rows_b, draws))
     return cast(Intervals, _each(partial(_interval, level), difference, resampled))
 
