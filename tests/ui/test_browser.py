@@ -320,6 +320,29 @@ def test_a_bad_file_gives_a_sentence_and_the_page_goes_on(browser, embedded, nam
 
 
 @pytest.mark.slow
+def test_an_emptied_field_is_waited_for_and_the_next_picture_shown(browser, embedded):
+    with visit(browser, embedded) as page:
+        for field in ("#threshold", "#delta"):
+            page.fill(f"{field} input[type=number]", "")
+        page.click("#gallery button >> nth=1")
+        page.wait_for_function("document.querySelector('figcaption').innerText.includes('000086')")
+        assert not page.query_selector_all(".toast-body")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["IMG [edited].png", "<img src=x onerror=alert(1)>.png", "字" * 90 + ".png"])
+def test_a_picture_with_an_odd_name_is_shown_under_it(browser, embedded, name):
+    with visit(browser, embedded, viewport={"width": 390, "height": 844}) as page:
+        send(page, name, png(shapes(1, split="test", size=64)[0].open()))
+        page.wait_for_function("document.querySelector('figcaption').innerText.includes('64 x 64')")
+        shown = page.inner_text("figcaption >> nth=0").split("\n")[0]
+        assert (
+            shown.removesuffix(".png") in name and len(shown) > 12
+        )  # gradio drops < and >, cuts at 200 bytes
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, "nothing to scroll sideways"
+
+
+@pytest.mark.slow
 def test_two_people_see_their_own_pictures(browser, embedded):
     with visit(browser, embedded) as one, visit(browser, embedded) as other:
         one.click("#gallery button >> nth=1")
@@ -535,6 +558,14 @@ def called(url: str, name: str, *data: Any) -> str:
         event = json.load(answer)["event_id"]
     with urllib.request.urlopen(f"{url}gradio_api/call/{name}/{event}", timeout=60) as answer:
         return str(answer.read().decode())
+
+
+@pytest.mark.parametrize("value", [None, "x", [], {}, -1, 10**30])
+def test_a_value_that_no_slider_has_gives_a_sentence_or_a_result(embedded, value):
+    for name in ("set_threshold", "set_delta"):
+        assert '"error": "Session expired: select the image again."' in called(embedded, name, value)
+    said = called(embedded, "thumbnails", value)
+    assert "event: complete" in said or '"error": "a slider takes numbers only."' in said
 
 
 def test_a_path_from_the_browser_is_not_opened(embedded):

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -411,6 +412,102 @@ def test_the_gallery_opens_what_is_on_it_and_nothing_else(tmp_path):
     up = Samples((Sample("up", lambda: PICTURE, path=inside / ".." / "out" / "secret.png"),), ())
     with pytest.raises(DataError, match="outside the folder"):
         ImageGallery(up, inside).open(0)
+
+
+def test_a_file_of_the_folder_that_is_gone_gives_a_sentence(tmp_path):
+    for i in range(4):
+        PICTURE.save(tmp_path / f"{i}.png")
+    gallery = ImageGallery(images_from_paths([tmp_path]), tmp_path)
+    for i in range(4):
+        (tmp_path / f"{i}.png").unlink()
+    (tmp_path / "1.png").symlink_to(tmp_path / "1.png")
+    (tmp_path / "2.png").mkdir()
+    os.mkfifo(tmp_path / "3.png")  # to open it would wait for ever
+    for i in range(4):
+        with pytest.raises(DataError, match=f"^{i}.png is no longer a file in the folder"):
+            gallery.open(i)
+
+
+def test_a_thumbnail_follows_its_file(tmp_path):
+    PICTURE.save(tmp_path / "a.png")
+    page = Page({"net": network()}, ImageGallery(images_from_paths([tmp_path]), tmp_path), tmp_path)
+    first = page.thumbnails()[0][0]
+    assert page.thumbnails()[0][0] is first, "it is kept"
+    Image.new("RGB", (50, 40), "red").save(tmp_path / "a.png")
+    assert page.thumbnails()[0][0].getpixel((5, 5)) == (255, 0, 0)
+    (tmp_path / "a.png").unlink()
+    assert page.thumbnails()[0][0].getpixel((5, 5)) == (0x88, 0x88, 0x88)
+
+
+# ------------------------------------------------------------------------------------------- requests
+
+
+@pytest.mark.parametrize("value", [float("nan"), "x", [], {}])
+def test_a_slider_that_sends_no_number_gives_a_sentence(tmp_path, value):
+    page, request = made_page(network(), tmp_path), gr.Request(session_hash="a")
+    page.load(request)
+    controls = (["softmax head"], ["cam"], "evidence", True)
+    for call in (
+        lambda: page.set_threshold(request, value),
+        lambda: page.set_delta(request, value),
+        lambda: page.thumbnails(value),
+        lambda: list(page.sort(request, "softmax head", "centred softmax head", value)),
+        lambda: page.select(
+            request, gr.SelectData(None, {"index": 0, "value": ""}), value, *controls, 0.4, 0
+        ),
+        lambda: page.select(request, gr.SelectData(None, {"index": 0, "value": ""}), 1, *controls, value, 0),
+        lambda: page.select(
+            request, gr.SelectData(None, {"index": 0, "value": ""}), 1, *controls, 0.4, value
+        ),
+    ):
+        with pytest.raises(gr.Error, match="numbers only"):
+            call()
+    viewer = page.viewers.get(":a")
+    assert (viewer.threshold, viewer.delta) == (0.4, 0.0), "nothing of it is kept"
+
+
+def test_a_slider_stays_in_its_limits_and_an_empty_field_changes_nothing(tmp_path):
+    page, request = made_page(network(), tmp_path), gr.Request(session_hash="a")
+    page.load(request)
+    viewer = page.viewers.get(":a")
+    page.set_threshold(request, 0.7), page.set_delta(request, -1.5)
+    page.set_threshold(request, None), page.set_delta(request, None)
+    assert (viewer.threshold, viewer.delta) == (0.7, -1.5)
+    page.set_threshold(request, 10**30), page.set_delta(request, float("-inf"))
+    assert (viewer.threshold, viewer.delta) == (1.0, -5.0)
+    assert len(page.thumbnails(None)) == len(page.thumbnails(-7)) == 4 and page.thumbnails(1e300) == []
+    assert "4 of 4" in list(page.sort(request, "softmax head", "centred softmax head", None))[-1][0]
+    with pytest.raises(gr.Error, match="two different heads"):
+        list(page.sort(request, [], "softmax head", 4))
+
+
+def test_requests_of_one_tab_take_turns(tmp_path, monkeypatch):
+    page, request = made_page(network(), tmp_path), gr.Request(session_hash="a")
+    page.load(request)
+    order, begun, go_on = list[str](), threading.Event(), threading.Event()
+    update, shift = Viewer.update, Viewer.shift
+
+    def slow_update(viewer: Viewer, wanted: Request) -> None:
+        begun.set()
+        go_on.wait(30)
+        update(viewer, wanted)
+        order.append("update")
+
+    monkeypatch.setattr(Viewer, "update", slow_update)
+    monkeypatch.setattr(Viewer, "shift", lambda viewer, delta: (order.append("shift"), shift(viewer, delta)))
+    choices = (["softmax head"], ["cam"], "signed", True)
+    threads = [
+        threading.Thread(target=page.redraw, args=(request, [1], *choices)),
+        threading.Thread(target=page.set_delta, args=(request, 2.0)),
+    ]
+    threads[0].start()
+    begun.wait(30)
+    threads[1].start()
+    threads[1].join(0.3)  # time for the shift to come first, if it could
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert order == ["update", "shift"]
 
 
 # ---------------------------------------------------------------------------------- sessions and fits

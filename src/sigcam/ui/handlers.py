@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -15,6 +16,7 @@ import gradio as gr
 from PIL import Image
 
 from sigcam.core.errors import ConfigError, DataError, SigcamError
+from sigcam.core.files import file_stamp
 from sigcam.data.sample import Samples, match_classes
 from sigcam.network.dual import DualBranch
 from sigcam.ui.fit_job import FitJob, Stopped
@@ -26,8 +28,10 @@ from sigcam.ui.viewer import Request, Viewer, disagreements
 
 log = logging.getLogger("sigcam")
 THRESHOLD = 0.4  # unit maps of the clamped branch seldom reach zero
+MAX_DELTA = 5.0  # standard deviations of the softmax head's weights
 PAGE_SIZE = 24  # thumbnails
 SORT_BATCH = 8  # images
+SORTED, MAX_SORTED = 64, 1000  # images
 MAX_CACHED_THUMBNAILS = 2000
 MAX_BRANCH_BYTES = 20 * 2**20  # of a branch that is offered as a link
 
@@ -47,6 +51,15 @@ def sentence(error: BaseException) -> str:
         return str(error)
     log.error("the page failed to answer a request", exc_info=error)
     return "Unexpected error: see the server's log."
+
+
+def slider_value(value: Any, low: float, high: float, default: float) -> float:
+    """Return the number of a slider, within its limits; the default while its field is empty."""
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or math.isnan(value):
+        raise DataError("a slider takes numbers only.")
+    return float(min(max(value, low), high))
 
 
 def _session_id(request: gr.Request) -> str:
@@ -124,46 +137,51 @@ class Page:
     def select(self, request: gr.Request, event: gr.SelectData, page: Any, *controls: Any) -> list[Any]:
         """Show the image whose thumbnail was clicked."""
         with show_errors():
-            index = self._clicked(event, PAGE_SIZE) + (int(page or 1) - 1) * PAGE_SIZE
+            index = self._clicked(event, PAGE_SIZE) + self._page_start(page)
             return self._view(request, *self.gallery.open(index), *controls)
 
     def redraw(self, request: gr.Request, classes: Any, *choices: Any) -> list[Any]:
         """Show other maps of the same image."""
         with show_errors():
-            viewer = self.viewers.get(_session_id(request))
-            viewer.update(self._map_request(classes, *choices))
-            return self._outputs(viewer)
+            map_request = self._map_request(classes, *choices)
+            with self._viewer(request) as viewer:
+                viewer.update(map_request)
+                return self._outputs(viewer)
 
-    def set_threshold(self, request: gr.Request, threshold: float) -> str:
+    def set_threshold(self, request: gr.Request, threshold: Any) -> str:
         """Show the boxes at another threshold."""
-        with show_errors():
-            viewer = self.viewers.get(_session_id(request))
-            viewer.threshold = min(max(float(threshold), 0.0), 1.0)
+        with show_errors(), self._viewer(request) as viewer:
+            viewer.threshold = slider_value(threshold, 0, 1, viewer.threshold)
             return boxes_html(viewer.boxes(), viewer.threshold)
 
-    def set_delta(self, request: gr.Request, delta: float) -> list[str]:
+    def set_delta(self, request: gr.Request, delta: Any) -> list[str]:
         """Show the maps of a shifted softmax head."""
-        with show_errors():
-            viewer = self.viewers.get(_session_id(request))
-            viewer.shift(min(max(float(delta), -5.0), 5.0))
+        with show_errors(), self._viewer(request) as viewer:
+            viewer.shift(slider_value(delta, -MAX_DELTA, MAX_DELTA, viewer.delta))
             return self._outputs(viewer)[:3]
 
     def download(self, request: gr.Request) -> str:
         """Show links to files of what is shown."""
-        with show_errors():
-            return links_html(self.viewers.get(_session_id(request)).files())
+        with show_errors(), self._viewer(request) as viewer:
+            return links_html(viewer.files())
 
     def thumbnails(self, page: Any = 1) -> list[tuple[Image.Image, str]]:
         """Return one page of the gallery."""
         with show_errors():
-            start = (int(page or 1) - 1) * PAGE_SIZE
+            start = self._page_start(page)
             return [self._thumbnail(i) for i in range(start, min(start + PAGE_SIZE, len(self.gallery)))]
 
-    def _thumbnail(self, index: int, caption: str = "") -> tuple[Image.Image, str]:
-        return self._small_image(index), caption or self.gallery.sample(index).id
+    def _page_start(self, page: Any) -> int:
+        """Return the index of the first image of a page of the gallery."""
+        return (int(slider_value(page, 1, len(self.gallery), 1)) - 1) * PAGE_SIZE
 
-    def _open_small(self, index: int) -> Image.Image:
-        """Return a small copy of an image; grey if it cannot be read."""
+    def _thumbnail(self, index: int, caption: str = "") -> tuple[Image.Image, str]:
+        sample = self.gallery.sample(index)
+        stamp = sample.path and file_stamp(sample.path)  # the file may be replaced
+        return self._small_image(index, stamp), caption or sample.id
+
+    def _open_small(self, index: int, stamp: str | None) -> Image.Image:
+        """Return a small copy of an image; grey if it cannot be read. `stamp` is for the cache only."""
         try:
             image = self.gallery.open(index)[1]
             image.thumbnail((128, 128))
@@ -181,11 +199,20 @@ class Page:
         """Start to view an image; return the outputs and the selected class."""
         *choices, threshold, delta = controls
         viewer = Viewer(name, image, list(dict.fromkeys(s.net for s in self.sources.values())))
-        viewer.threshold, viewer.delta = float(threshold), float(delta)
+        viewer.threshold = slider_value(threshold, 0, 1, THRESHOLD)
+        viewer.delta = slider_value(delta, -MAX_DELTA, MAX_DELTA, 0.0)
         predicted = viewer.predicted_class(self.net)
         viewer.update(self._map_request([predicted], *choices))
+        outputs = [*self._outputs(viewer), [predicted]]
         self.viewers.put(_session_id(request), viewer)
-        return [*self._outputs(viewer), [predicted]]
+        return outputs
+
+    @contextmanager
+    def _viewer(self, request: gr.Request) -> Iterator[Viewer]:
+        """Use a visitor's viewer; other requests of the same tab wait."""
+        viewer = self.viewers.get(_session_id(request))
+        with viewer.lock:
+            yield viewer
 
     def _map_request(
         self, classes: Any, sources: Any, methods: Any, colours: Any, shared_scale: Any
@@ -206,15 +233,17 @@ class Page:
         boxes = boxes_html(viewer.boxes(), viewer.threshold)
         return [panels_html(viewer), boxes, top_classes_html(tables, viewer.delta), ""]
 
-    def sort(self, request: gr.Request, first: str, second: str, limit: float) -> Iterator[list[Any]]:
+    def sort(self, request: gr.Request, first: Any, second: Any, limit: Any) -> Iterator[list[Any]]:
         """Rank the gallery's images by the disagreement of two heads' maps, batch by batch."""
         with show_errors():
-            pair = [self.sources[name] for name in (first, second) if name in self.sources]
+            heads = self.sources
+            pair = [heads[name] for name in (first, second) if isinstance(name, str) and name in heads]
             if len(pair) < 2 or pair[0] == pair[1]:
                 raise ConfigError("choose two different heads to compare.")
             stop = threading.Event()
             self.sort_stops.put(_session_id(request), stop)
-            count, ranking, unreadable = min(int(limit), len(self.gallery)), list[tuple[float, int]](), 0
+            count = min(int(slider_value(limit, 1, MAX_SORTED, SORTED)), len(self.gallery))
+            ranking, unreadable = list[tuple[float, int]](), 0
             for start in range(0, count, SORT_BATCH):
                 done = min(start + SORT_BATCH, count)
                 images = dict[int, Image.Image]()

@@ -26,9 +26,9 @@ def open_upload(path: Path, uploads: Path) -> Image.Image:
     The file is kept: visitors who upload the same image share it.
     """
     name = path.name
-    if not path.resolve().is_relative_to(uploads.resolve()):
-        raise DataError(f"{name} was not uploaded to this page, so it is not opened.")
     try:
+        if not path.is_file() or not path.resolve().is_relative_to(uploads.resolve()):
+            raise DataError(f"{name} was not uploaded to this page, so it is not opened.")
         if path.stat().st_size > MAX_UPLOAD_BYTES:
             raise DataError(f"{name} has more than {MAX_UPLOAD_BYTES >> 20} MB: make it smaller first.")
         return _open_checked(path, name, partial(open_image, path))
@@ -77,6 +77,8 @@ class ImageGallery:
         sample = self.sample(index)
         if sample.path is None:
             return sample.id, sample.open()
+        if not sample.path.is_file():  # also false for a loop of links, or a pipe, which would wait for ever
+            raise DataError(f"{sample.id} is no longer a file in the folder: choose another image.")
         if self.root is not None and not sample.path.resolve().is_relative_to(self.root.resolve()):
             raise DataError(f"{sample.id} links to a file outside the folder, so it is not opened.")
         return sample.id, _open_checked(sample.path, sample.id, sample.open)

@@ -9,7 +9,7 @@ import gradio as gr
 from starlette.middleware import Middleware
 
 from sigcam.core.errors import ConfigError
-from sigcam.ui.handlers import PAGE_SIZE, THRESHOLD, Page
+from sigcam.ui.handlers import MAX_DELTA, MAX_SORTED, PAGE_SIZE, SORTED, THRESHOLD, Page
 from sigcam.ui.security import MAX_UPLOAD_BYTES, Guard
 from sigcam.ui.serve import UiOptions
 from sigcam.ui.sessions import IDLE_SECONDS
@@ -26,6 +26,13 @@ SHIFT = (
     "sigmoid maps stay the same; softmax maps change."
 )
 NO_SHIFT = "Not available: needs global average pooling and a linear layer, with two or more classes."
+
+
+def _slider(*settings: Any, **more: Any) -> gr.Slider:
+    """Return a slider that leaves all checks to its handler; for gradio an empty field is a bug."""
+    slider = gr.Slider(*settings, **more)
+    slider.preprocess = lambda payload: payload  # gradio writes a file beside the code of a subclass
+    return slider
 
 
 def launch(
@@ -93,8 +100,8 @@ def _view_tab(page: Page) -> dict[str, Any]:
                 label="Drop an image here", file_types=EXTENSIONS, type="filepath", height=150, elem_id="drop"
             )
             label = "Or choose one from the folder" if page.gallery.root else "Or choose an example"
-            thumbnails = gr.Gallery(page.thumbnails(), elem_id="gallery", label=label, columns=4, **GALLERY)
-            page_number = gr.Slider(
+            thumbnails = gr.Gallery(page.thumbnails, elem_id="gallery", label=label, columns=4, **GALLERY)
+            page_number = _slider(
                 1, max(pages, 2), 1, step=1, label="Page", visible=pages > 1, elem_id="gallery-page"
             )
             classes = gr.Dropdown(
@@ -112,12 +119,12 @@ def _view_tab(page: Page) -> dict[str, Any]:
         with gr.Column(scale=3, min_width=300, elem_classes="sc-right"):
             panels = gr.HTML(elem_id="panels", label="Maps")
             boxes = gr.HTML(elem_id="boxes", label="Boxes", padding=False)
-            threshold = gr.Slider(
+            threshold = _slider(
                 0, 1, THRESHOLD, step=0.01, label="Box threshold", elem_id="threshold",
                 info="The box encloses what is above this fraction of the map's maximum.",
             )  # fmt: skip
-            delta = gr.Slider(
-                -5, 5, 0, step=0.1, label="Delta: shift of the softmax head", elem_id="delta",
+            delta = _slider(
+                -MAX_DELTA, MAX_DELTA, 0, step=0.1, label="Delta: shift of the softmax head", elem_id="delta",
                 info=SHIFT if can_shift else NO_SHIFT, interactive=can_shift,
             )  # fmt: skip
             top_classes = gr.HTML(elem_id="top-classes", label="Likely classes")
@@ -146,7 +153,9 @@ def _sort_tab(page: Page, view: dict[str, Any], tabs: gr.Tabs) -> list[Any]:
     with gr.Row():
         first = gr.Dropdown(names, value=page.default_sources[0], label="First head")
         second = gr.Dropdown(names, value=page.default_sources[-1], label="Second head")
-        limit = gr.Slider(1, max(2, min(count, 1000)), min(count, 64), step=1, label="Images to compare")
+        limit = _slider(
+            1, max(2, min(count, MAX_SORTED)), min(count, SORTED), step=1, label="Images to compare"
+        )
     with gr.Row():
         sort = gr.Button("Sort", variant="primary", elem_id="sort")
         stop = gr.Button("Stop", elem_id="stop-sort")

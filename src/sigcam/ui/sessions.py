@@ -22,7 +22,8 @@ class Sessions(Generic[SessionValue]):
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._values)
+        with self._lock:
+            return len(self._values)
 
     def put(self, key: str, value: SessionValue) -> None:
         """Store a value and drop what is expired or too much."""

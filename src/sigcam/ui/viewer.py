@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -100,6 +101,7 @@ class Viewer:
         self.panels: list[Panel] = []
         self.colours: Colours = "evidence"
         self.threshold, self.delta = 0.2, 0.0
+        self.lock = threading.Lock()  # for callers: a tab may send several requests at once
 
     def forward_pass(self, net: DualBranch) -> ForwardPass:
         """Return the network's forward pass over the image, run on first use."""
