@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ import typer
 from sigcam.cli import options as opt
 from sigcam.cli.console import progress_bar, say, show_maps, show_skips
 from sigcam.cli.options import option
-from sigcam.core.errors import ConfigError, DataError
+from sigcam.core.errors import ConfigError
 from sigcam.core.files import write_text_atomic
 from sigcam.core.manifest import write_manifest
 
@@ -133,10 +132,8 @@ def explain_command(options: ExplainOptions) -> None:
 
 def class_index(name: str | None, net: DualBranch) -> int | None:
     """Return the index of the class that --class gives by name or number."""
-    names = net.class_names or ()
-    if name is None or name in names:
-        return None if name is None else names.index(name)
-    if name.isdecimal():
-        return int(name)
-    close = get_close_matches(name, names, n=3)
-    raise DataError(f"no class is named {name!r}" + (f": did you mean {', '.join(close)}?" if close else "."))
+    from sigcam.methods.inputs import class_number
+
+    if name is None or (name.isdecimal() and name not in (net.class_names or ())):
+        return None if name is None else int(name)
+    return class_number(net, name)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import index
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from sigcam.core.errors import ConfigError
+from sigcam.core.memory import check_memory
 from sigcam.core.types import GridSize
 from sigcam.methods.explanation import Explanation
 from sigcam.methods.inputs import Classes, ImageSource, Scores, as_batch, choose_classes
@@ -23,7 +26,8 @@ from sigcam.methods.targets import Branch, Target, TargetName, as_target, head_o
 from sigcam.network.dilate import dilated
 from sigcam.network.dual import DualBranch, ForwardPass
 from sigcam.network.feature_layer import FeaturePoint
-from sigcam.network.zoom import zoomed
+from sigcam.network.image_errors import blame_images
+from sigcam.network.zoom import check_zoom, zoom_batch, zoomed
 
 log = logging.getLogger("sigcam")
 BRIGHTNESS = (0.9, 1.0, 1.1)  # factors of aug_smooth
@@ -56,8 +60,9 @@ def explain(
         method: A name of `sigcam.list_methods()`.
         branch: "sigmoid", "softmax", or "centred": the softmax head minus its mean over classes.
         clamp: Keep positive channel weights only; by default for unit maps of the sigmoid branch.
-        classes: An int for all images, one per image, (B, K), "top5", "positive" (evidence above one half)
-            or "all"; by default the softmax head's prediction.
+        classes: A class for all images, one per image, (B, K), "top5", "positive" (evidence above one half)
+            or "all"; by default the softmax head's prediction. Classes are ints, or names of
+            `net.class_names`.
         target: The score to explain: "class", its logit; "probability"; "finer-cam", its logit against those
             of the most similar classes; or a function of (B, C) logits and (B,) classes that returns (B,)
             scores.
@@ -74,19 +79,24 @@ def explain(
         kind = type(net).__name__
         raise ConfigError(f"explain takes what attach returns, not {kind}: net = sigcam.attach(model).")
     config = MapConfig(method, branch, clamp, target, scale, batch_size, top_n).checked()
-    if stride not in (None, 1):
+    if stride is not None and (isinstance(stride, bool) or stride != 1):
         raise ConfigError(f"stride is 1 (no stride in the last stage) or None, not {stride!r}.")
+    if aug_smooth not in (False, True):
+        raise ConfigError(f"aug_smooth is True or False, not {aug_smooth!r}.")
+    if isinstance(layers, str | torch.nn.Module):
+        raise ConfigError("layers is a list of layers, such as layers=['layer3', 'layer4'].")
     batch, visible = as_batch(net, images)
     points = tuple(net.feature_point(layer) for layer in layers) if layers else (net.split.point,)
     if len(points) > 1 and scale == "raw":
         raise ConfigError("scale='raw' is in logits of one layer: name one in layers=, or use scale='unit'.")
     grad = head_of(branch) not in net.linear or points != (net.split.point,)  # else gradients are weights
-    altered = zoom != 1 or stride is not None or aug_smooth
-    passes = net.run_at(points, batch, grad=grad and not altered)  # classes and scores come from here
-    views: Iterable[View] = [View(net, passes)]
+    altered = check_zoom(zoom) != 1 or stride is not None or aug_smooth
+    with blame_images(net, batch):
+        passes = net.run_at(points, batch, grad=grad and not altered)  # classes and scores come from here
+    parts: Iterable[Iterable[View]] = [[View(net, passes)]]
     if altered:
-        views = _altered_views(net, batch, points, grad, zoom, stride, aug_smooth)
-    explanation = _explain_views(net, passes[0], views, config, classes, size)
+        parts = _altered_parts(net, batch, points, grad, zoom, stride, aug_smooth)
+    explanation = _explain_parts(net, passes[0], parts, config, classes, size)
     for note in explanation.notes:
         log.warning(note)
     return replace(explanation, pictures=visible, images=batch)
@@ -102,19 +112,19 @@ def explain_pass(
 ) -> Explanation:
     """Explain the result of `net.run(images, grad=True)`; one pass serves any number of explanations."""
     views = [View(net, [forward_pass])]
-    return _explain_views(net, forward_pass, views, config.checked(), classes, size)
+    return _explain_parts(net, forward_pass, [views], config.checked(), classes, size)
 
 
 @dataclass(frozen=True)
 class View:
-    """A version of the batch to draw maps from: one forward pass, with the features of each layer."""
+    """A version of images to draw maps from: one forward pass, with the features of each layer."""
 
     net: DualBranch
     passes: list[ForwardPass]
     mirrored: bool = False
 
 
-def _altered_views(
+def _altered_parts(
     net: DualBranch,
     images: Tensor,
     points: tuple[FeaturePoint, ...],
@@ -122,25 +132,33 @@ def _altered_views(
     zoom: float,
     stride: Literal[1] | None,
     aug_smooth: bool,
-) -> Iterator[View]:
-    """Run the enlarged, finer or augmented views, one after the other."""
+) -> Iterator[Iterator[View]]:
+    """Yield the enlarged, finer or augmented views of the batch, in parts that fit into memory."""
     if grad:
         net.grad_mode(points)  # found at the native size, which a copy for larger images may not take
-    net, images = zoomed(net if stride is None else dilated(net), images, zoom)
+    net = net if stride is None else dilated(net)
+    for part in images.split(zoom_batch(net, images, zoom, points, grad=grad)):
+        yield _views(*zoomed(net, part, zoom), points, grad, aug_smooth)
+
+
+def _views(
+    net: DualBranch, images: Tensor, points: tuple[FeaturePoint, ...], grad: bool, aug_smooth: bool
+) -> Iterator[View]:
+    """Run the views of the images, one after the other."""
     for mirrored, factor in product((False, True), BRIGHTNESS) if aug_smooth else [(False, 1.0)]:
         view = (images.flip(-1) if mirrored else images) * factor
         yield View(net, net.run_at(points, view, grad=grad), mirrored)
 
 
-def _explain_views(
+def _explain_parts(
     net: DualBranch,
     native: ForwardPass,
-    views: Iterable[View],
+    parts: Iterable[Iterable[View]],
     config: MapConfig,
     classes: Classes,
     size: MapSize,
 ) -> Explanation:
-    """Explain classes of the `native` pass by the mean map of all views."""
+    """Explain classes of the `native` pass by the mean map of all views, part by part of the batch."""
     output_size = _output_size(size, classes, native.image)
     if config.branch == "sigmoid" and not net.fitted and not net.warned:
         net.warned = True
@@ -151,8 +169,13 @@ def _explain_views(
         )
     with torch.inference_mode(False), torch.no_grad():
         chosen, several = choose_classes(net, native, classes)  # (B, K)
-        maps, raw = _draw_maps(views, chosen, config, output_size)  # (B, K, H, W)
-        maps = torch.where((chosen >= 0)[:, :, None, None], maps, 0.0)
+        drawn, done = list[tuple[Tensor, RawMaps]](), 0
+        for views in parts:
+            drawn.append(_draw_maps(views, chosen[done:], config, output_size))
+            done += len(drawn[-1][0])
+        maps, raw = drawn[0] if len(drawn) == 1 else _joined(drawn)  # (B, K, H, W)
+        if isinstance(classes, str) and classes == "positive":
+            maps = torch.where((chosen >= 0)[:, :, None, None], maps, 0.0)
         blank = ~maps.flatten(2).any(2)
         scores = Scores.of(net, native, config.branch, chosen)
         top_classes, _ = choose_classes(net, native, "top5")
@@ -184,26 +207,62 @@ def _output_size(size: MapSize, classes: Classes, image: GridSize) -> GridSize |
     """Return the maps' size; None for that of the features."""
     if size is None:
         size = "features" if isinstance(classes, str) and classes == "all" else "image"
-    if size in ("image", "features"):
+    if isinstance(size, str) and size in ("image", "features"):
         return image if size == "image" else None
-    if not isinstance(size, tuple | list) or len(size) != 2:
-        raise ConfigError(f"size is 'image', 'features' or (height, width), not {size!r}.")
-    return GridSize(int(size[0]), int(size[1]))
+    try:
+        if isinstance(size, str) or len(size) != 2 or any(isinstance(side, bool) for side in size):
+            raise TypeError
+        height, width = map(index, size)
+    except TypeError:
+        raise ConfigError(f"size is 'image', 'features' or (height, width), not {size!r}.") from None
+    if height < 1 or width < 1:
+        raise ConfigError(f"size must be at least (1, 1), not {(height, width)}.")
+    return GridSize(height, width)
 
 
 def _draw_maps(
     views: Iterable[View], classes: Tensor, config: MapConfig, size: GridSize | None
 ) -> tuple[Tensor, RawMaps]:
-    """Return (B, K, H, W) maps, the mean over all views, and the raw maps of the last layer."""
-    drawn = list[Tensor]()
+    """Return (B, K, H, W) maps of the first B classes, the mean over all views, and the last layer's raw
+    maps."""
+    total, count = torch.zeros(()), 0
     for view in views:
-        raw = [draw_raw_maps(view.net, each, classes, config) for each in view.passes]
-        maps = fuse_layers([each.maps for each in raw], config, size or GridSize.of(view.passes[-1].features))
-        drawn.append(maps.flip(-1) if view.mirrored else maps)
-    if len(drawn) > 1:
-        maps = torch.stack(drawn).mean(0)
+        rows = classes[: len(view.passes[0].softmax)]
+        raw = [draw_raw_maps(view.net, each, rows, config) for each in view.passes]
+        cells = size or GridSize.of(view.passes[-1].features)
+        maps = _finished([each.maps for each in raw], config, cells)
+        maps = maps.flip(-1) if view.mirrored else maps
+        total, count = total + maps if count else maps, count + 1
+        del view  # its features and graph, before the next one runs
+    if count > 1:
+        maps = total / count
         maps = maps if config.scale == "raw" else unit_range(maps)
     return maps, raw[-1]
+
+
+def _joined(drawn: list[tuple[Tensor, RawMaps]]) -> tuple[Tensor, RawMaps]:
+    """The maps of all parts of the batch, and their raw maps."""
+    maps, raw = zip(*drawn, strict=True)
+    columns = zip(*(vars(each).values() for each in raw), strict=True)
+    return torch.cat(maps), RawMaps(*(torch.cat(values) for values in columns))
+
+
+def _finished(layers: list[Tensor], config: MapConfig, size: GridSize) -> Tensor:
+    """Finish the layers' (B, K, P, Q) maps, as many classes at a time as fit; ConfigError if one does not."""
+    batch, classes = layers[0].shape[:2]
+    numbers = batch * math.prod(size)  # of one class
+    step = max(1, MAX_WEIGHTS // numbers)
+    copies = classes + 3 * min(step, classes)  # scaling takes three of each part
+    needed = copies * numbers * layers[0].element_size()
+    shown = f"drawing {batch * classes} map(s) of {size.height}x{size.width}"
+    check_memory(needed, shown, "ask for smaller maps (size=), fewer images or classes", layers[0].device)
+    if classes <= step:
+        return fuse_layers(layers, config, size)
+    finished = layers[0].new_empty(batch, classes, *size)
+    for start in range(0, classes, step):
+        part = slice(start, start + step)
+        finished[:, part] = fuse_layers([maps[:, part] for maps in layers], config, size)
+    return finished
 
 
 def _blank_notes(blank: Tensor, classes: Tensor, raw: RawMaps, clamp: bool, several: bool) -> Iterator[str]:

@@ -7,6 +7,7 @@ from sigcam.methods.postprocess import resize, unit_range
 from sigcam.methods.probe import Probe
 from sigcam.methods.registry import method
 from sigcam.methods.rollout import rollout_maps
+from sigcam.network.pass_memory import smaller_batch
 
 CPU_BATCH, GPU_BATCH = 8, 32  # masked images per pass; larger batches are slower on a CPU, see `chunks`
 
@@ -65,6 +66,7 @@ def score_cam(probe: Probe) -> Tensor:
     count, channels = features.shape[:2]
     batch_size = probe.batch_size or (CPU_BATCH if images.device.type == "cpu" else GPU_BATCH)
     top_n = min(probe.top_n or channels, channels)
+    batch_size = smaller_batch(min(batch_size, top_n), probe.net, images)
     chosen = features.flatten(2).std(2).topk(top_n, dim=1).indices.sort(1).values  # (B, top_n)
     scores = features.new_full((count, probe.classes.shape[1], channels), float("-inf"))
     for i in range(count):

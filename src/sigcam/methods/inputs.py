@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 from PIL import Image
@@ -15,9 +16,10 @@ from sigcam.core.errors import ConfigError, DataError
 from sigcam.data.images import open_image
 from sigcam.methods.targets import Branch, at_least_float32, branch_logits, class_logits
 from sigcam.network.dual import DualBranch, ForwardPass
+from sigcam.network.image_errors import image_fault
 
 ImageSource = Image.Image | str | Path
-Classes = int | Sequence[int] | Tensor | Literal["top5", "positive", "all"] | None
+Classes = int | str | Sequence[int] | Sequence[str] | Tensor | None  # names, or top5, positive, all
 
 
 def as_batch(
@@ -25,22 +27,29 @@ def as_batch(
 ) -> tuple[Tensor, tuple[Image.Image, ...]]:
     """Return a (B, C, H, W) batch and the part of each PIL image that the network sees, where it is known."""
     if isinstance(images, Tensor):
-        if images.ndim != 4 or not len(images):
-            raise DataError(f"images must be (B, C, H, W) with B >= 1, not {tuple(images.shape)}.")
-        if images.device != net.device:
-            raise DataError(f"images are on {images.device}, the network on {net.device}: move one of them.")
+        if images.ndim != 4 or not images.numel() or images.device != net.device or images.is_meta:
+            raise DataError(image_fault(net, images))
         return images, ()
-    if net.transform is None:
-        raise DataError("images need preprocessing: set net.transform, or give a (B, C, H, W) tensor.")
-    sources = [images] if isinstance(images, ImageSource) else list(images)
+    given: Any = images  # of any type
+    many = isinstance(given, Iterable) and not isinstance(given, ImageSource)
+    sources = list(given) if many else [given]
     if not sources:
         raise DataError("no images were given.")
     for source in sources:
+        if isinstance(source, Tensor):
+            raise DataError("images are a list of tensors: make one of them, torch.stack(images).")
         if not isinstance(source, ImageSource):
             expected = "a (B, C, H, W) tensor, or a list of PIL images or paths"
             raise DataError(f"images must be {expected}, not {type(source).__name__}.")
+    if net.transform is None:
+        raise DataError("images need preprocessing: set net.transform, or give a (B, C, H, W) tensor.")
     opened = [s.convert("RGB") if isinstance(s, Image.Image) else open_image(Path(s)) for s in sources]
-    batch = torch.stack([net.transform(image) for image in opened])
+    made = [net.transform(image) for image in opened]
+    shapes = {tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in made}
+    if len(shapes) > 1 or not isinstance(made[0], Tensor):
+        seen = " and ".join(sorted(map(str, shapes)))
+        raise DataError(f"net.transform returned {seen}: let it return tensors of one shape, (C, H, W).")
+    batch = torch.stack(made)
     crop = getattr(net.transform, "picture", None)
     visible = tuple(crop(image) for image in opened) if crop else ()
     return batch.to(net.device, next(net.model.parameters()).dtype), visible
@@ -64,11 +73,16 @@ def choose_classes(net: DualBranch, forward_pass: ForwardPass, classes: Classes)
             logits = class_logits(forward_pass.sigmoid.detach())
             top = logits.topk(max(1, int((logits > 0).sum(1).max())), dim=1)
             return torch.where(top.values > 0, top.indices, -1), True
-        raise ConfigError(f"classes={classes!r} is unknown: give indices, 'top5', 'positive' or 'all'.")
-    index = torch.as_tensor(classes, device=softmax.device)
-    if index.is_floating_point() or index.dtype == torch.bool:
-        raise ConfigError(f"classes must be whole numbers, not {index.dtype}.")
+    try:
+        index = torch.as_tensor(_as_numbers(net, classes), device=softmax.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        given = f"{str(classes)[:60]} ({type(classes).__name__})"
+        raise ConfigError(f"classes must be whole numbers or class names, not {given}.") from error
     several, shape = index.ndim == 2, tuple(index.shape)
+    if not index.numel():
+        raise ConfigError(f"classes of shape {shape} hold no class: give at least one per image.")
+    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+        raise ConfigError(f"classes must be whole numbers, not {index.dtype}.")
     index = index.expand(batch)[:, None] if index.ndim == 0 else index[:, None] if index.ndim == 1 else index
     if index.ndim != 2 or len(index) != batch:
         expected = "one int, one per image, or a (B, K) tensor"
@@ -77,6 +91,30 @@ def choose_classes(net: DualBranch, forward_pass: ForwardPass, classes: Classes)
     if wrong:
         raise ConfigError(f"class {wrong[0]} does not exist: this classifier has classes 0 to {count - 1}.")
     return index.long(), several
+
+
+def _as_numbers(net: DualBranch, classes: Any) -> Any:
+    """The classes, or nested lists of them, with names replaced by their numbers."""
+    if isinstance(classes, str):
+        return class_number(net, classes)
+    return [_as_numbers(net, each) for each in classes] if isinstance(classes, list | tuple) else classes
+
+
+def class_number(net: DualBranch, name: str) -> int:
+    """Return the number of the class with this name; ConfigError if there is none, or more than one."""
+    names = net.class_names or ()
+    found = [number for number, each in enumerate(names) if each == name]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        numbers = ", ".join(map(str, found))
+        raise ConfigError(f"{len(found)} classes are named {name!r}: give one of their numbers, {numbers}.")
+    if not names:
+        raise ConfigError(f"classes={name!r} is unknown: give indices, 'top5', 'positive' or 'all'.")
+    close = get_close_matches(name, names, n=3)
+    raise ConfigError(
+        f"no class is named {name!r}" + (f": did you mean {', '.join(close)}?" if close else ".")
+    )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from sigcam.methods.targets import (
     nearest_classes,
 )
 from sigcam.network.dual import DualBranch, ForwardPass, linear_weight
+from sigcam.network.pass_memory import smaller_batch
 
 MAX_VARIANTS = 2**24  # numbers in the altered features of one pass, where batch_size is not given
 
@@ -123,6 +124,8 @@ class Probe:
         count, channels = features.shape[:2]
         scores = features.new_empty((count, self.classes.shape[1], channels), dtype=torch.float64)
         batch_size = self.batch_size or max(1, MAX_VARIANTS // features[0].numel())
+        if self.batch_size and not self.linear:  # a variant takes no more than a pass of its image
+            batch_size = smaller_batch(min(batch_size, channels), self.net, self.forward_pass.images)
         for i in range(count):
             for part in torch.arange(channels, device=features.device).split(batch_size):
                 if self.linear:

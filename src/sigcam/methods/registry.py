@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from numbers import Integral
 from typing import Concatenate, Literal, ParamSpec, Self
 
 from torch import Tensor
@@ -97,6 +98,8 @@ method = _registering(Method)
 
 def method_name(name: str) -> str:
     """Return the registered name for any spelling of it; ConfigError suggests the nearest name."""
+    if not isinstance(name, str):
+        raise ConfigError(f"method is a name such as 'grad-cam', not {name!r}.")
     normalized = _normalized(name)
     for registered, facts in METHODS.items():
         if normalized == _normalized(registered) or normalized in facts.aliases:
@@ -131,16 +134,28 @@ class MapConfig:
             raise ConfigError(f"unknown branch {self.branch!r}: there are sigmoid, softmax and centred.")
         if self.scale not in ("unit", "raw"):
             raise ConfigError(f"unknown scale {self.scale!r}: there are unit and raw.")
-        for name, value in (("batch_size", self.batch_size), ("top_n", self.top_n)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be 1 or more, not {value}.")
+        if self.clamp not in (None, True, False):
+            raise ConfigError(f"clamp is True, False or None (the branch's default), not {self.clamp!r}.")
+        batch_size, top_n = _count("batch_size", self.batch_size), _count("top_n", self.top_n)
         as_target(self.target, self.branch)
         clamp = self.clamp
         if clamp is None:  # the softmax baseline keeps its signed weights
             clamp = self.branch == "sigmoid" and self.scale == "unit"
-        return replace(self, method=method_name(self.method), clamp=clamp)
+        name = method_name(self.method)
+        return replace(self, method=name, clamp=clamp, batch_size=batch_size, top_n=top_n)
 
     @property
     def target_name(self) -> str:
         """The name of the target or of its function."""
         return self.target if isinstance(self.target, str) else getattr(self.target, "__name__", "custom")
+
+
+def _count(name: str, value: object) -> int | None:
+    """Return a setting as an int of 1 or more, or None; ConfigError if it is anything else."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ConfigError(f"{name} must be a whole number, not {value!r}.")
+    if int(value) < 1:
+        raise ConfigError(f"{name} must be 1 or more, not {value}.")
+    return int(value)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sigcam.core.errors import DataError
+from sigcam.core.errors import ConfigError, DataError
 from sigcam.metrics.threshold_sweep import LARGEST_SIDE, kernel, quantise, sweep
 
 Mode = Literal["largest", "all"]
@@ -39,6 +39,7 @@ def best_ious(
         first: count only the first ground-truth box of an image.
         ids: names of the images, for errors.
     """
+    _check_mode(mode)
     levels = to_levels(maps, ids).numpy()
     check_boxes(boxes, maps.shape, ids)
     truth = [each[:1] if first else each for each in boxes]
@@ -67,6 +68,7 @@ def boxes_at(maps: Tensor, threshold: float, mode: Mode = "largest") -> list[Ten
     Holes have contours too. Boxes are xyxy; x1 and y1 are one past the last pixel, but never past the last
     pixel of the image.
     """
+    _check_mode(mode)
     height, width = maps.shape[-2:]
     boxes = list[Tensor]()
     for mask in foreground(maps, threshold).cpu().numpy():
@@ -88,9 +90,25 @@ def box_ious(boxes: Tensor, others: Tensor) -> Tensor:
 
 def foreground(maps: Tensor, threshold: float) -> Tensor:
     """Pixels of (B, H, W) maps whose level is above `threshold` times the highest level, (B, H, W) bool."""
+    check_threshold(threshold)
     levels = to_levels(maps)
     highest = levels.flatten(1).amax(1).double()
     return (levels > (threshold * highest).floor()[:, None, None]).to(maps.device)
+
+
+def check_threshold(threshold: float) -> None:
+    """ConfigError unless the threshold is a number from 0 to 1."""
+    try:
+        usable = not isinstance(threshold, bool | str) and 0 <= float(threshold) <= 1  # false for NaN
+    except (TypeError, ValueError):
+        usable = False
+    if not usable:
+        raise ConfigError(f"a threshold must be a number from 0 to 1, not {threshold!r}.")
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in ("largest", "all"):
+        raise ConfigError(f"mode is 'largest' or 'all', not {mode!r}.")
 
 
 def to_levels(maps: Tensor, ids: Sequence[str] | None = None) -> Tensor:

@@ -23,8 +23,9 @@ from sigcam.core.memory import is_out_of_memory
 from sigcam.core.types import GridSize
 from sigcam.network.dual import DualBranch
 from sigcam.network.modules import is_within
+from sigcam.network.pass_memory import no_side_effects
 from sigcam.network.trace import ModuleOutput, listed, run_traced
-from sigcam.network.zoom import grid_of, no_side_effects, shared_copy
+from sigcam.network.zoom import grid_of, shared_copy
 
 Pair = tuple[int, int]  # rows, columns of a kernel, stride or padding
 _PLANS: weakref.WeakKeyDictionary[DualBranch, tuple[Change, ...]] = weakref.WeakKeyDictionary()

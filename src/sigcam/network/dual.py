@@ -18,6 +18,7 @@ from sigcam.core.memory import is_out_of_memory
 from sigcam.core.types import GridSize
 from sigcam.network.feature_layer import FeaturePoint
 from sigcam.network.hooks import GradMode, HookedPass, choose_grad_mode, fresh_autocast_cache
+from sigcam.network.image_errors import blame_images
 from sigcam.network.optimize import separate_activations
 from sigcam.network.output_tail import Tail
 from sigcam.network.sigmoid_head import SigmoidHead
@@ -145,7 +146,8 @@ class DualBranch(nn.Module):
 
     def forward(self, images: Tensor) -> Branches:
         """Return both branches; `.softmax` is bit-equal to the model's output in eval mode."""
-        fp = self.run(images)
+        with blame_images(self, images):
+            fp = self.run(images)
         return Branches(fp.softmax, fp.sigmoid, fp.features, fp.pooled)
 
     def run(self, images: Tensor, *, grad: bool = False) -> ForwardPass:

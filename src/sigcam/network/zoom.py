@@ -5,20 +5,23 @@ import inspect
 import math
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sigcam.core.errors import ConfigError, DataError
+from sigcam.core.errors import ConfigError, DataError, RunError
 from sigcam.core.files import error_line
+from sigcam.core.memory import check_memory, free_memory, is_out_of_memory
 from sigcam.core.types import GridSize
-from sigcam.network.dual import DualBranch
+from sigcam.network.dual import DualBranch, FeaturePoints
 from sigcam.network.modules import is_within
+from sigcam.network.pass_memory import KERNELS, PassMemory, measure_pass, no_side_effects
 from sigcam.network.trace import lock_of, tensors_in
+
+MAX_ZOOM = 1000
 
 
 def shared_copy(model: nn.Module) -> nn.Module:
@@ -50,13 +53,6 @@ def _rebound(hook: Any, memo: dict[int, Any]) -> Any:
     return hook
 
 
-@contextmanager
-def no_side_effects() -> Iterator[None]:
-    """Disable autograd and restore the random state afterwards."""
-    with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        yield
-
-
 # native and enlarged sizes at which a network is known to give a finer map; these are not tried again
 _CHECKED: weakref.WeakKeyDictionary[DualBranch, set[tuple[GridSize, GridSize]]] = weakref.WeakKeyDictionary()
 
@@ -67,45 +63,116 @@ def zoomed(net: DualBranch, images: Tensor, zoom: float) -> tuple[DualBranch, Te
     Sides are rounded to whole cells of F. A network that takes images of any size is returned unchanged; one
     built for a fixed size, as a copy whose position embeddings are resampled by its own library's method.
     """
-    if isinstance(zoom, bool) or not isinstance(zoom, int | float) or not math.isfinite(zoom) or zoom < 1:
-        raise ConfigError(f"zoom must be a number of at least 1, not {zoom!r}.")
-    if zoom == 1:
+    if check_zoom(zoom) == 1:
         return net, images
-    native = GridSize.of(images)
-    fold, kind = net.split.fold, type(net.model).__name__
-    steps = [pixels / cells for pixels, cells in zip(fold.image, fold.grid, strict=True)]
-    steps = [step if step.is_integer() else 1.0 for step in steps]
-    rows, columns = (int(n * zoom / step + 0.5) * int(step) for n, step in zip(native, steps, strict=True))
-    if rows <= native[0] or columns <= native[1]:
-        least = max((n + step) / n for n, step in zip(native, steps, strict=True))
-        what = f"zoom={zoom:g} adds no cell to the map of {native[0]}x{native[1]} images"
-        raise ConfigError(f"{what}: zoom={least:.3g} does.")
+    native, kind = GridSize.of(images), type(net.model).__name__
+    size = _enlarged(net, native, zoom)
     known = _CHECKED.setdefault(net, set())
     with no_side_effects():
-        larger = F.interpolate(images, size=(rows, columns), mode="bicubic", align_corners=False)
         try:
-            model = _resized(net.model, GridSize(rows, columns))
-            finer = net if model is net.model else net.with_model(model)
-            if (native, (rows, columns)) not in known:
-                before = fold.grid if native == fold.image else grid_of(net, images)
+            larger = F.interpolate(images, size=size, mode="bicubic", align_corners=False)
+            finer = _resized_net(net, size)
+            if (native, size) not in known:
+                before = net.split.fold.grid if native == net.split.fold.image else grid_of(net, images)
                 after = grid_of(finer, larger)
                 if after[0] <= before[0] or after[1] <= before[1]:
                     raise ConfigError(
-                        f"zoom={zoom:g} makes images of {rows}x{columns}, but the map of this {kind} does "
+                        f"zoom={zoom:g} makes images of {size[0]}x{size[1]}, but the map of this {kind} does "
                         "not grow with them: use a larger zoom, or none if the model resizes its input."
                     )
-                known.add((native, GridSize(rows, columns)))
-        except (DataError, MemoryError, torch.cuda.OutOfMemoryError):
+                known.add((native, size))
+        except DataError:
             raise
         except Exception as error:  # any user network, any failure
-            what = f"zoom={zoom:g} needs images of {rows}x{columns}, and this {kind} takes one size only"
-            raise DataError(f"{what} ({error_line(error)}).") from error
+            what = f"zoom={zoom:g} needs images of {size[0]}x{size[1]}"
+            if is_out_of_memory(error):
+                raise DataError(f"{what}, which do not fit into memory: use a smaller zoom.") from error
+            reason = error_line(error.__cause__ if isinstance(error, RunError) and error.__cause__ else error)
+            raise DataError(f"{what}, and this {kind} takes one size only ({reason}).") from error
     return finer, larger
+
+
+def check_zoom(zoom: float) -> float:
+    """Return the zoom; ConfigError if it is no number of at least 1, or absurd."""
+    if isinstance(zoom, bool) or not isinstance(zoom, Real) or not math.isfinite(zoom) or zoom < 1:
+        raise ConfigError(f"zoom must be a number of at least 1, not {zoom!r}.")
+    if zoom > MAX_ZOOM:
+        raise ConfigError(f"zoom={zoom:g} is too large: use {MAX_ZOOM} at most.")
+    return zoom
+
+
+def zoom_batch(
+    net: DualBranch, images: Tensor, zoom: float, points: FeaturePoints = (), *, grad: bool = True
+) -> int:
+    """Return how many of the images fit into memory when they are enlarged and run at once, at least 1.
+
+    ConfigError if not even one does, with a zoom that does. What a pass takes is measured once, on an image
+    of the native size; where attention may make it grow faster than the pixels, on a smaller one too.
+    """
+    free, points, image = free_memory(images.device), points or (net.split.point,), images[:1]
+    if check_zoom(zoom) == 1 or free is None:
+        return len(images)
+    native = GridSize.of(image)
+    _enlarged(net, native, zoom)  # it may be refused for less
+    memory = measure_pass(net, points, image, grad=grad)
+
+    def needed(zoom: float) -> float:
+        pixels = math.prod(_whole_cells(net, native, zoom))
+        return memory.peak(pixels) + 2 * pixels / memory.pixels * image.nbytes  # enlarged, and a view of it
+
+    if needed(zoom) <= free < memory.peak(memory.pixels) * zoom**4:
+        memory = _compared(net, points, image, memory, grad)
+    if needed(zoom) > free:
+        fits = next((z / 10 for z in range(int(10 * zoom), 10, -1) if KERNELS * needed(z / 10) <= free), 0)
+        advice = f"zoom={fits:g} fits" if fits else "use no zoom, or free some memory"
+        check_memory(needed(zoom), f"one image at zoom={zoom:g}", advice, images.device)
+    return max(1, min(len(images), int(free / (KERNELS * needed(zoom)))))
+
+
+def _compared(
+    net: DualBranch, points: FeaturePoints, image: Tensor, memory: PassMemory, grad: bool
+) -> PassMemory:
+    """The memory with its growth, from an image of half the size, where the network takes one."""
+    try:
+        with no_side_effects():
+            size = _whole_cells(net, GridSize.of(image), 0.5)
+            smaller = F.interpolate(image, size=size, mode="bilinear")
+            return memory.compared(measure_pass(_resized_net(net, size), points, smaller, grad=grad))
+    except Exception:  # any user network; growth with the pixels is the least
+        return memory
+
+
+def _cell(net: DualBranch) -> tuple[int, int]:
+    """Height and width of a cell of F in pixels; 1 where it is no whole number of them."""
+    fold = net.split.fold
+    rows, columns = (pixels / cells for pixels, cells in zip(fold.image, fold.grid, strict=True))
+    return int(rows) if rows.is_integer() else 1, int(columns) if columns.is_integer() else 1
+
+
+def _whole_cells(net: DualBranch, native: GridSize, zoom: float) -> GridSize:
+    """The size of the images, enlarged or reduced, in whole cells of F."""
+    return GridSize(*(int(n * zoom / step + 0.5) * step for n, step in zip(native, _cell(net), strict=True)))
+
+
+def _enlarged(net: DualBranch, native: GridSize, zoom: float) -> GridSize:
+    """The size of the enlarged images; ConfigError if it adds no cell."""
+    size = _whole_cells(net, native, zoom)
+    if size[0] <= native[0] or size[1] <= native[1]:
+        least = max((n + step) / n for n, step in zip(native, _cell(net), strict=True))
+        what = f"zoom={zoom:g} adds no cell to the map of {native[0]}x{native[1]} images"
+        raise ConfigError(f"{what}: zoom={least:.3g} does.")
+    return size
 
 
 def grid_of(net: DualBranch, images: Tensor) -> GridSize:
     """(P, Q) of the features of the first image."""
     return GridSize.of(net.run(images[:1]).features)
+
+
+def _resized_net(net: DualBranch, size: GridSize) -> DualBranch:
+    """The network, or one around a copy of its model for images of that size."""
+    model = _resized(net.model, size)
+    return net if model is net.model else net.with_model(model)
 
 
 def _resized(model: nn.Module, size: GridSize) -> nn.Module:
