@@ -38,7 +38,7 @@ def samples(opened: list[str] | None = None) -> Samples:
                 opened.append(item.id)
             return plain()
 
-        return replace(item, open=open_it, size=(40, 30))
+        return replace(item, open=open_it, size=(40, 30), path=Path(item.id))
 
     return Samples(tuple(counted(sample(index)) for index in range(COUNT)), CLASSES)
 

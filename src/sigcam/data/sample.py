@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -85,14 +86,41 @@ def data_fingerprint(samples: Samples) -> str:
 
 
 def files_fingerprint(samples: Samples) -> str:
-    """Return a hash of the sizes and modification times of the image and mask files."""
+    """Return a hash of what images and masks are decoded from: size and date of their files, else pixels."""
     digest = hashlib.blake2b(digest_size=16)
     for sample in samples:
-        mask_args: tuple[Any, ...] = getattr(sample.open_mask, "args", ())  # readers use partial(open, files)
-        masks = [path for arg in mask_args for path in (arg if isinstance(arg, tuple) else (arg,))]
-        for path in (sample.path, *masks):
-            digest.update(f"{file_stamp(path)}\n".encode() if isinstance(path, Path) else b"\n")
+        image = file_stamp(sample.path) if sample.path else source_stamp(sample.open)
+        mask = source_stamp(sample.open_mask) if sample.open_mask else ""
+        digest.update(f"{image}\n{mask}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()
+
+
+def source_stamp(opener: Callable[[], Any]) -> str:
+    """Return what changes with the pixels that an opener returns: the stamps of the files that a `partial`
+    names, its arguments if it draws by a function of ours, and a hash of the pixels for any other."""
+    import numpy as np
+
+    if isinstance(opener, partial):
+        arguments = [*opener.args, *opener.keywords.values()]
+        stamps = list[str]()
+        stamped = _stamped(arguments, stamps)
+        if stamps or str(opener.func.__module__).startswith("sigcam."):
+            return stamped
+    try:
+        pixels = np.ascontiguousarray(opener())
+    except (DataError, OSError) as error:
+        return f"unreadable: {error}"
+    return f"{pixels.shape} {pixels.dtype} {hashlib.blake2b(pixels.data, digest_size=16).hexdigest()}"
+
+
+def _stamped(value: Any, stamps: list[str]) -> str:
+    """Return arguments as text, with the stamps of files in place of their paths; add these to `stamps`."""
+    if isinstance(value, Path):
+        stamps.append(file_stamp(value))
+        return stamps[-1]
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_stamped(part, stamps) for part in value)}]"
+    return repr(value)
 
 
 def match_classes(samples: Samples, classes: int, names: Sequence[str] | None) -> Samples:
