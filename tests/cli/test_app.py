@@ -273,6 +273,41 @@ def test_explain_never_overwrites_a_picture_or_another_ones_map(monkeypatch, pla
     assert {path.name for path in folder.glob("*.npy")} == {"photo.png.map.npy", "photo.jpg.map.npy"}
 
 
+def test_a_second_run_does_not_read_the_overlays_of_the_first(monkeypatch, place, capsys):
+    folder = place / "data" / "cat"
+    words = ("explain", folder, "--model", spec(place), "--branch", "centred", "--json", "--output")
+    for output in (folder / "maps", folder / "maps", folder, folder / "others"):
+        assert run(monkeypatch, *words, output) == 0
+        assert len(json.loads(capsys.readouterr().out)) == 4
+    drawn = folder / "maps" / "0.map.png"  # asked for by name, it is a picture like any other
+    assert run(monkeypatch, words[0], drawn, *words[2:], place / "o") == 0
+
+
+def test_loops_of_links_are_left_out_or_refused(monkeypatch, place, capsys):
+    folder = place / "data" / "cat"
+    for name, target in (("loop.png", "loop.png"), ("loop", "loop"), ("self", ".")):
+        (folder / name).symlink_to(target)
+    words = ("--model", spec(place), "--branch", "centred", "--output", place / "o")
+    assert run(monkeypatch, "explain", folder, *words) == 0
+    said = capsys.readouterr()
+    assert "4 overlay(s)" in said.out and "loop.png" in said.err
+    assert "does not exist" in refuses(monkeypatch, capsys, "explain", folder / "loop", *words)
+
+
+def test_a_folder_that_may_not_be_read_is_named_instead_of_left_out(monkeypatch, place, capsys):
+    scan, closed = os.scandir, str(place / "data" / "dog")
+
+    def refused(path):
+        if str(path) == closed:
+            raise PermissionError(13, "Permission denied", closed)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    words = ("--model", spec(place), "--branch", "centred", "--output", place / "o")
+    said = refuses(monkeypatch, capsys, "explain", place / "data", *words)
+    assert f"cannot read the folder {closed}: Permission denied" in said
+
+
 def test_a_slip_on_the_command_line_is_one_line(monkeypatch, place, capsys):
     assert "--nope" in refuses(monkeypatch, capsys, "fit", "--nope")
     assert "--data" in refuses(monkeypatch, capsys, "fit", "--model", spec(place))

@@ -88,3 +88,13 @@ def test_maps_whose_names_differ_in_case_only_are_found_again(tmp_path: Path) ->
     for name in map_names(ids):
         np.save(tmp_path / f"{name}.npy", np.zeros((2, 2), np.float32))
     assert [path.name for path in find_maps(tmp_path, ids)] == ["IMG.jpg.map.npy", "img.png.map.npy"]
+
+
+def test_names_longer_than_a_disk_takes_are_cut_stay_unique_and_are_found_again(tmp_path: Path) -> None:
+    deep = "/".join(["a folder with a long name"] * 20)
+    ids = [f"{deep}/1.jpg", f"{deep}/2.jpg", "\u00e9" * 122 + "x.png", "caf\udce9" * 60 + ".png", "short.png"]
+    names = map_names(ids)
+    assert len(set(names)) == 5 and names[-1] == "short.map"
+    for name in names:
+        np.save(tmp_path / f"{name}.npy", np.zeros((2, 2), np.float32))
+    assert [path.name for path in find_maps(tmp_path, ids)] == [f"{name}.npy" for name in names]

@@ -100,13 +100,14 @@ def _orientation(image: Image.Image) -> int:
 def images_from_paths(paths: Sequence[str | Path]) -> Samples:
     """Return unlabelled samples: the given files, and all images below the given folders, sorted by path.
 
-    Ids are paths relative to the deepest common folder, so they can name output files.
+    Ids are paths relative to the deepest common folder, so they can name output files. Overlays that `explain`
+    wrote into a folder are left out: a second run reads what the first one did.
     """
     files: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():
             raise DataError(f"{path} does not exist: give image files or folders of them.")
-        inside = list_images(path) if path.is_dir() else [path]
+        inside = [file for file in list_images(path) if not _is_overlay(file)] if path.is_dir() else [path]
         if not inside:
             extensions = " ".join(sorted(extension.removeprefix(".") for extension in IMAGE_EXTENSIONS))
             raise DataError(f"{path} holds no images: looked for {extensions}.")
@@ -122,10 +123,19 @@ def images_from_paths(paths: Sequence[str | Path]) -> Samples:
 def list_images(root: Path) -> list[Path]:
     """Return the image files in and below root, sorted by path; hidden files and folders are left out."""
     images: list[Path] = []
-    for parent, folders, files in os.walk(root):
+    for parent, folders, files in os.walk(root, onerror=_refuse_folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         images += [path for path in map(Path(parent).joinpath, files) if is_image(path)]
     return sorted(images)
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise DataError(f"cannot read the folder {error.filename}: {error.strerror}.") from error
+
+
+def _is_overlay(path: Path) -> bool:
+    """Return whether `explain` wrote the image: `photo.map.png` beside `photo.map.npy`."""
+    return path.name.endswith(".map.png") and path.with_suffix(".npy").is_file()
 
 
 def is_image(path: Path) -> bool:

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sigcam.core.errors import DataError
-from sigcam.core.files import error_line
+from sigcam.core.files import error_line, hash_of
 from sigcam.data.images import decoded
 
 IndexedMap = tuple[int, NDArray[Any]]  # index of the image, (H, W)
+MAX_BYTES = 255 - len(".map.npy")
 RANGE_TOLERANCE = 1e-6  # resized float32 maps may leave [0, 1] by this much
 
 
@@ -39,7 +40,8 @@ def find_maps(folder: str | Path, ids: Sequence[str], *, extra: bool = False) ->
     maps, owners = list[Path](), dict[str, str]()
     for id, stem in zip(ids, stems, strict=True):
         names = (_flat(id), *([stem] if stem_counts[stem] == 1 else []))  # ids may differ in extension only
-        keys = [key for name in dict.fromkeys(names) for key in (name, f"{name}.map") if key in files]
+        known = [key for name in dict.fromkeys(names) for key in (name, f"{_short(name)}.map")]
+        keys = [key for key in known if key in files]
         paths = [path for key in keys for path in files[key]]
         if not paths:
             tried = f"{', '.join(f'{name}.npy' for name in names)} and .png, / as __ or as folder"
@@ -61,7 +63,8 @@ def find_maps(folder: str | Path, ids: Sequence[str], *, extra: bool = False) ->
 def map_names(ids: Iterable[str]) -> list[str]:
     """Return a unique file name without extension for each image's map: `photo.map` for `photo.jpg`.
 
-    Names differ in more than upper and lower case, which some disks do not tell apart.
+    Names differ in more than upper and lower case, which some disks do not tell apart. One that is longer
+    than disks take, as from deep folders, is cut and ends in a hash.
     """
     flat = [_flat(id) for id in ids]
     stems = [name.rsplit(".", 1)[0] for name in flat]
@@ -73,7 +76,7 @@ def map_names(ids: Iterable[str]) -> list[str]:
         )
         names.append(next(choice for choice in choices if _folded(choice) not in taken))
         taken.add(_folded(names[-1]))
-    return [f"{name}.map" for name in names]
+    return [f"{_short(name)}.map" for name in names]
 
 
 def open_map(path: Path, id: str) -> NDArray[Any]:
@@ -113,6 +116,14 @@ def _open_png(path: Path, id: str) -> NDArray[Any]:
         if image.mode not in ("1", "L", "I", "I;16", "I;16B"):
             raise ValueError("it is a colour image, not a grey one of 8 or 16 bits")
         return np.asarray(image, dtype=np.float32) / {"1": 1, "L": 255}.get(image.mode, 65535)
+
+
+def _short(name: str) -> str:
+    """Return the name, cut to fit into a file's name together with `.map.npy`."""
+    data = name.encode(errors="surrogateescape")
+    if len(data) <= MAX_BYTES:
+        return name
+    return f"{data[: MAX_BYTES - 33].decode(errors='ignore')}-{hash_of(name)}"
 
 
 def _flat(name: str) -> str:
