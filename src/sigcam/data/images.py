@@ -100,8 +100,8 @@ def _orientation(image: Image.Image) -> int:
 def images_from_paths(paths: Sequence[str | Path]) -> Samples:
     """Return unlabelled samples: the given files, and all images below the given folders, sorted by path.
 
-    Ids are paths relative to the deepest common folder, so they can name output files. Overlays that `explain`
-    wrote into a folder are left out: a second run reads what the first one did.
+    Ids are paths relative to the deepest common folder, so they can name output files. Overlays that
+    `explain` wrote into a folder are left out: a second run reads what the first one did.
     """
     files: list[Path] = []
     for path in map(Path, paths):
