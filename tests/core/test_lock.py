@@ -19,8 +19,7 @@ import os, sys, time
 from pathlib import Path
 from sigcam.core.lock import locked_folder
 with locked_folder(Path(sys.argv[1])):
-    child = os.fork() if "fork" in sys.argv else 1
-    if child:
+    if "fork" not in sys.argv or os.fork() == 0:
         print("held", flush=True)
     time.sleep(60)
 """

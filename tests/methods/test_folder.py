@@ -158,16 +158,21 @@ def test_a_name_that_changes_with_its_neighbours_is_drawn_under_the_new_one(
     assert {"1.bmp.map.npy", "1.png.map.npy"} < names and "1.map.npy" not in names
 
 
-def test_images_without_a_file_are_kept_if_they_say_what_they_are_drawn_from(
+def test_images_without_a_file_are_known_by_what_they_are_drawn_from(
     net: DualBranch, tmp_path: Path, calls: list[int]
 ) -> None:
-    drawn = shapes(3, split="test")
-    unknown = Samples((Sample("x", lambda: Image.new("RGB", (40, 50))),), ())
-    for samples, repeated in ((drawn, 0), (unknown, 1)):
-        for _ in range(2):
-            calls.clear()
-            explain_samples(net, samples, tmp_path / "out", CONFIG)
-        assert sum(calls) == repeated
-    calls.clear()
-    explain_samples(net, shapes(3, split="test", seed=1), tmp_path / "out", CONFIG)
-    assert sum(calls) == 3
+    def plain(colour: str) -> Samples:
+        return Samples((Sample("x", lambda: Image.new("RGB", (40, 50), colour)),), ())
+
+    birds, others = shapes(3, split="test"), shapes(3, split="test", seed=1)
+    for samples, new in (
+        (birds, 3),
+        (birds, 0),
+        (others, 3),
+        (plain("red"), 1),
+        (plain("red"), 0),
+        (plain("blue"), 1),
+    ):
+        calls.clear()
+        explain_samples(net, samples, tmp_path / "out", CONFIG)
+        assert sum(calls) == new

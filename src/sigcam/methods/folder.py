@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ from sigcam.core.files import exact_stamp
 from sigcam.core.types import Progress, Skipped
 from sigcam.data.loader import load_batches
 from sigcam.data.maps import map_names
-from sigcam.data.sample import Sample, Samples
+from sigcam.data.sample import Samples, source_stamp
 from sigcam.methods.explainer import explain
 from sigcam.methods.explanation import Explanation
 from sigcam.methods.inputs import Classes, ImageSource
@@ -75,7 +74,10 @@ def explain_samples(
     """
     ids = [sample.id for sample in samples]
     names = dict(zip(ids, map_names(ids), strict=True))
-    stamps = {sample.id: _stamp(sample) for sample in samples}  # before any is read
+    stamps = {  # before any is read
+        sample.id: exact_stamp(sample.path) if sample.path else source_stamp(sample.open)
+        for sample in samples
+    }
     weights = [fingerprint(net.original), fingerprint(net.sigmoid), repr(net.split), str(net.transform)]
     drawn = [vars(config), classes, threshold, captions]
     checkpoint = Checkpoint(output / ".explain.checkpoint", [drawn, weights])
@@ -84,8 +86,7 @@ def explain_samples(
     for line in (checkpoint.load() or {"images": []})["images"]:
         image = json.loads(line)
         id, written = image["row"]["image"], image["files"]
-        stamp = stamps.get(id)
-        if stamp is not None and stamp == image["stamp"] and written == _files(output, names[id]):
+        if stamps.get(id) == image["stamp"] and written == _files(output, names[id]):
             lines[id], rows[id] = line, image["row"]
         else:
             for file in written:
@@ -111,13 +112,6 @@ def explain_samples(
         raise DataError(f"none of the {len(samples)} images could be read; the first: {skipped[0][1]}")
     maps = {id: output / f"{names[id]}.npy" for id in rows}
     return MapFolder([rows[id] for id in ids if id in rows], maps, skipped, checkpoint)
-
-
-def _stamp(sample: Sample) -> str | None:
-    """Return what changes with the image: of its file, or of what it is drawn from; None if unknown."""
-    if sample.path:
-        return exact_stamp(sample.path)
-    return str(sample.open.args) if isinstance(sample.open, partial) else None
 
 
 def _files(output: Path, name: str) -> dict[str, int]:
