@@ -160,6 +160,20 @@ def test_a_batch_that_does_not_fit_is_zoomed_in_parts(little: Any, aug_smooth: b
         assert torch.allclose(getattr(parts, name), getattr(whole, name))
 
 
+def test_evaluate_refuses_a_batch_that_does_not_fit_with_one_that_does(little: Any) -> None:
+    net, x = attached(cnn(16, 16).model), images(8)
+    one = needs(net, x[:1], 3)
+    little(4 * one)
+    assert zoom_batch(net, x[:3], 3, whole=True) == 2  # what a part may hold, but all three may be tried
+    with pytest.raises(
+        DataError, match=r"a batch of 8 images at zoom=3 needs .* are free: a batch size of 2 fits"
+    ):
+        zoom_batch(net, x, 3, whole=True)
+    little(0.9 * one)
+    with pytest.raises(DataError, match=r"a batch of 8 images at zoom=3 needs .* are free: zoom=2\.\d fits"):
+        zoom_batch(net, x, 3, whole=True)
+
+
 @pytest.mark.parametrize(
     "options", [{"aug_smooth": True}, {"stride": 1}, {"layers": ["0.0", "0.1"]}, {"method": "score-cam"}]
 )

@@ -21,7 +21,8 @@ from sigcam.methods.targets import Branch, at_least_float32, branch_logits, clas
 from sigcam.metrics.fidelity import insertion_deletion_curves
 from sigcam.metrics.localization import in_top
 from sigcam.network.dual import DualBranch, ForwardPass
-from sigcam.network.zoom import zoomed
+from sigcam.network.image_errors import blame_images
+from sigcam.network.zoom import zoom_batch, zoomed
 
 ClassFrom = Literal["label", "predicted"]
 Scorer = Literal["softmax", "sigmoid", "branch"]
@@ -81,7 +82,8 @@ class BatchEvaluator:
         """The records of the batch: without maps first, then with the maps of each variant."""
         net = self.net
         images = batch.images.to(net.device, next(net.model.parameters()).dtype)
-        forward = net.run(images, grad=True)  # the one pass that all variants share
+        with blame_images(net, images):
+            forward = net.run(images, grad=True)  # the one pass that all variants share
         labels = batch.labels.to(net.device) if self.needs("labels") and batch.labels is not None else None
         predicted, _ = choose_classes(net, forward, None)  # (B, 1)
         record = replace(
@@ -91,6 +93,7 @@ class BatchEvaluator:
         )
         yield NO_MAPS, record
         located = labels[:, None] if labels is not None and self.class_from == "label" else predicted
+        zoom_batch(net, images, self.zoom, whole=True)  # refuses what does not fit into memory
         zoomed_net, larger = zoomed(net, images, self.zoom)
         same = zoomed_net is net and larger is images
         source = zoomed_net, forward if same else zoomed_net.run(larger, grad=True)

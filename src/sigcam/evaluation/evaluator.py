@@ -73,6 +73,7 @@ def evaluate(
     samples = _prepare_samples(samples, evaluator, transform)
     variants = _variants(methods, branches, clamps)
     table = MetricTable(specs, variants, evaluator.scorers, intervals)
+    table.check_rows(len(samples))
     path = None if unfinished is None else Path(unfinished)
     options = list(specs), class_from, evaluator.scorers, zoom, variants, intervals, batch_size
     checkpoint = EvalCheckpoint(path, path and [evaluation_facts(net, samples, transform), options], table)
@@ -124,6 +125,7 @@ def evaluate_maps(
     files = find_maps(folder, [sample.id for sample in samples], extra=extra)
     variant = Variant("maps")
     table = MetricTable(specs, [variant], (), intervals)
+    table.check_rows(len(samples))
     boxed, masked = (any(need in spec.needs for spec in specs.values()) for need in ("boxes", "masks"))
     opened = ((i, open_map(files[i], samples[i].id)) for i in _local_indices(len(samples), batch_size))
     sizes = set[str]()

@@ -12,6 +12,7 @@ import torch
 from sigcam.core.checkpoint import Checkpoint
 from sigcam.core.distributed import all_reduce_sum, rank, world_size
 from sigcam.core.manifest import versions
+from sigcam.core.memory import check_memory
 from sigcam.core.types import Skipped
 from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint
 from sigcam.evaluation.batch import NO_MAPS, Variant
@@ -40,6 +41,12 @@ class MetricTable:
                     self._metrics[MetricKey(*variant, name, scorer)] = spec.create(intervals=intervals)
         measured = {key[:3] for key in self._metrics}
         self._counts = {v: [0, 0] for v in (*variants, NO_MAPS) if v in measured}  # images, blank maps
+
+    def check_rows(self, images: int) -> None:
+        """ConfigError if the rows per image that intervals need do not fit into memory."""
+        kept = [m for m in self._metrics.values() if isinstance(m, ImageMetric) and m.intervals]
+        advice = "measure fewer metrics or variants at a time, or leave intervals out"
+        check_memory(images * sum(m.row_bytes for m in kept), f"intervals over {images} images", advice)
 
     def update(self, variant: Variant, batch: BatchRecord) -> None:
         """Update the metrics of a variant with a batch."""

@@ -111,6 +111,11 @@ class ImageMetric(Metric):
             rows, keys = rows[order], keys[order]
         return rows, keys
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that `intervals` keeps per image: its packed values and its key."""
+        return packed(self._empty.new_zeros(1, *self._empty.shape[1:])).nbytes + 16
+
     def unpacked(self, rows: Tensor) -> Tensor:
         """The values of packed rows, (N, values), in a float type that sums them exactly."""
         return unpacked(rows, self._empty.shape[1:].numel())

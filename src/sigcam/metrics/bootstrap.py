@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sigcam.core.errors import DataError
+from sigcam.core.memory import check_memory
 from sigcam.metrics.base import ImageMetric, Value
 
 _CHUNK = 1024  # images unpacked at a time
@@ -81,6 +82,8 @@ def _draws(images: int, resamples: int, seed: int) -> Tensor:
     """How often each resample contains each image, (R, N) int16."""
     if resamples < 1:
         raise DataError(f"resamples must be 1 or more, not {resamples}.")
+    shown = f"drawing {resamples} resamples of {images} images"
+    check_memory(2 * resamples * images, shown, "use fewer resamples")
     generator = torch.Generator().manual_seed(seed)
     counts = torch.zeros(resamples, images, dtype=torch.int16)
     for row in counts:  # one at a time: (R, N) indices of 8 bytes would be the largest thing here

@@ -102,12 +102,19 @@ def check_zoom(zoom: float) -> float:
 
 
 def zoom_batch(
-    net: DualBranch, images: Tensor, zoom: float, points: FeaturePoints = (), *, grad: bool = True
+    net: DualBranch,
+    images: Tensor,
+    zoom: float,
+    points: FeaturePoints = (),
+    *,
+    grad: bool = True,
+    whole: bool = False,
 ) -> int:
     """Return how many of the images fit into memory when they are enlarged and run at once, at least 1.
 
-    ConfigError if not even one does, with a zoom that does. What a pass takes is measured once, on an image
-    of the native size; where attention may make it grow faster than the pixels, on a smaller one too.
+    ConfigError if not even one does (with `whole`, if not all do), and what fits. What a pass takes is
+    measured once, on an image of the native size; where attention may make it grow faster than the pixels, on
+    a smaller one too.
     """
     free, points, image = free_memory(images.device), points or (net.split.point,), images[:1]
     if check_zoom(zoom) == 1 or free is None:
@@ -122,11 +129,14 @@ def zoom_batch(
 
     if needed(zoom) <= free < memory.peak(memory.pixels) * zoom**4:
         memory = _compared(net, points, image, memory, grad)
-    if needed(zoom) > free:
+    count, most = len(images) if whole else 1, int(free / (KERNELS * needed(zoom)))
+    if count * needed(zoom) > free:
         fits = next((z / 10 for z in range(int(10 * zoom), 10, -1) if KERNELS * needed(z / 10) <= free), 0)
         advice = f"zoom={fits:g} fits" if fits else "use no zoom, or free some memory"
-        check_memory(needed(zoom), f"one image at zoom={zoom:g}", advice, images.device)
-    return max(1, min(len(images), int(free / (KERNELS * needed(zoom)))))
+        advice = f"a batch size of {most} fits" if most else advice
+        shown = f"a batch of {count} images" if count > 1 else "one image"
+        check_memory(count * needed(zoom), f"{shown} at zoom={zoom:g}", advice, images.device)
+    return max(1, min(len(images), most))
 
 
 def _compared(

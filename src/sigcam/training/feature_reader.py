@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from sigcam.core.config import FitConfig
 from sigcam.core.distributed import all_gather, barrier, local_batches, rank, world_size
 from sigcam.core.errors import AttachError, DataError
+from sigcam.core.memory import check_memory
 from sigcam.core.types import Progress, Skipped
 from sigcam.data.loader import load_batches
 from sigcam.data.sample import Sample, Samples
@@ -96,6 +97,14 @@ def _is_linear(net: DualBranch, layer: nn.Module, shape: tuple[int, ...]) -> boo
     expected = _reduced(pooled, linear=True).double() @ weight.T + bias
     tolerance = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
     return bool((logits - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1e-12))
+
+
+def check_features(images: int, shape: tuple[int, ...]) -> None:
+    """ConfigError if the features of so many images do not fit into memory."""
+    needed, shown = 2 * images * torch.Size(shape).numel(), f"keeping features of {images} images"
+    check_memory(
+        needed, shown, "cache them on disk (--cache, or cache= and samples with paths), or use fewer"
+    )
 
 
 class MemoryStore:
@@ -198,6 +207,7 @@ class FeatureReader:
         if cache is None or not have_paths or not isinstance(self.transform, Preprocess):
             if cache is not None and have_paths:
                 log.warning("features stay in memory: a transform of your own has no name to find them by.")
+            check_features(len(self.samples) * len(views), self.inputs.shape)
             return [MemoryStore(len(self.samples), self.inputs.shape, config) for _ in views]
         facts = {
             "model": type(net.model).__name__,

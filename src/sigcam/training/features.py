@@ -22,7 +22,7 @@ from sigcam.data.sample import Sample, Samples, match_classes, name_classes
 from sigcam.models.preprocess import Transform
 from sigcam.network.dual import DualBranch
 from sigcam.training.feature_cache import DTYPES
-from sigcam.training.feature_reader import FeatureReader, HeadInputs
+from sigcam.training.feature_reader import FeatureReader, HeadInputs, check_features
 from sigcam.training.loss import as_targets, check_labels
 
 TrainingData = Samples | Sequence[Sample] | Dataset[Any] | DataLoader[Any]
@@ -174,6 +174,7 @@ def _from_batches(
     inputs: HeadInputs, data: Any, config: FitConfig, progress: Progress | None, stage: str, labelled: bool
 ) -> Features:
     """Return the features of a torch Dataset or DataLoader; each of n processes takes every n-th batch."""
+    check_features(length_of(data) * config.views, inputs.shape)
     views: list[list[Tensor]] = [[] for _ in range(config.views)]
     labels, index, count = list[Tensor](), list[Tensor](), 0
     for number, item in enumerate(batches_of(data, config)):
