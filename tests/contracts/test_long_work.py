@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from sigcam.core.config import FitConfig
 from sigcam.core.errors import DataError
 from sigcam.data.sample import Samples
 from sigcam.evaluation.evaluator import evaluate
+from sigcam.methods.explainer import explain
 from sigcam.metrics.bootstrap import interval
 from sigcam.network import pass_memory, zoom
 from sigcam.training.branch import fit
+from support.commands import run
 from support.samples import prepared
 from support.tiny import Gap, attached, images
 
@@ -92,3 +95,25 @@ def test_evaluate_names_what_is_wrong_with_the_images_of_a_transform(samples: Sa
     net = prepared(Gap())
     with pytest.raises(DataError, match=r"have 1 channel\(s\), and this Gap takes 3"):
         evaluate(net, samples, transform=lambda picture: torch.zeros(1, 16, 16))
+
+
+def test_an_overlay_that_does_not_fit_is_refused(little: Little) -> None:
+    ex = explain(attached(Gap()), images(1), size=(300, 400))
+    little(150 * 300 * 400 - 1)
+    with pytest.raises(
+        DataError, match=r"an overlay of 400 x 300 pixels needs about 18 MB .*: draw a smaller map"
+    ):
+        ex.overlay()
+    little(150 * 300 * 400)
+    assert ex.overlay()[0].size == (400, 300)
+
+
+@pytest.mark.parametrize("threshold", ["nan", "2", "-0.1"])
+def test_the_command_refuses_a_threshold_outside_zero_to_one(
+    monkeypatch: pytest.MonkeyPatch, place: Path, capsys: pytest.CaptureFixture[str], threshold: str
+) -> None:
+    words = ("explain", place / "data", "--branch", "centred", f"--threshold={threshold}")
+    assert run(monkeypatch, *words, "--output", place / "maps") == 2
+    line = capsys.readouterr().err
+    assert "Invalid value for '--threshold'" in line and line.count("\n") == 1
+    assert not (place / "maps").exists()

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 from torch import Tensor
 
+from sigcam.core.memory import check_memory
 from sigcam.metrics.boxes import foreground
 
 # Evenly spaced colours to interpolate: lightness rises steadily in HEAT and peaks at zero in SIGNED.
@@ -55,6 +56,7 @@ def overlay(
 ) -> Image.Image:
     """The image with its map on it: opaque where the map is strong, transparent where it is zero."""
     size = (values.shape[1], values.shape[0])
+    check_memory(150 * values.numel(), f"an overlay of {size[0]} x {size[1]} pixels", "draw a smaller map")
     base = np.asarray(image.convert("RGB").resize(size, Image.Resampling.BILINEAR), dtype=float)
     strength: NDArray[Any] = values.detach().float().abs().cpu().numpy()
     strength = np.clip(strength / (peak or strength.max() or 1.0) if signed else strength, 0, 1)
