@@ -343,6 +343,19 @@ def test_a_picture_with_an_odd_name_is_shown_under_it(browser, embedded, name):
 
 
 @pytest.mark.slow
+def test_every_thumbnail_arrives_whole_whoever_else_loads_them(browser, own):
+    images = "[...document.querySelectorAll('#gallery img')]"
+    with visit(browser, own) as one, visit(browser, own) as other:
+        for _ in range(3):
+            for page in (one, other):
+                page.goto(own, wait_until="commit")
+            for page in (one, other):
+                page.wait_for_selector(".sc-p0 img")
+                page.wait_for_function(f"{images}.length === 24 && {images}.every((each) => each.complete)")
+                assert all(page.evaluate(f"{images}.map((each) => each.naturalWidth)"))
+
+
+@pytest.mark.slow
 def test_two_people_see_their_own_pictures(browser, embedded):
     with visit(browser, embedded) as one, visit(browser, embedded) as other:
         one.click("#gallery button >> nth=1")

@@ -1,13 +1,14 @@
 """Event handlers of the page's controls."""
 
 import asyncio
+import io
 import logging
 import math
+import os
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import gradio as gr
 from PIL import Image
 
 from sigcam.core.errors import ConfigError, DataError, SigcamError
-from sigcam.core.files import file_stamp
+from sigcam.core.files import file_stamp, hash_of, write_atomic
 from sigcam.data.sample import Samples, match_classes
 from sigcam.network.dual import DualBranch
 from sigcam.ui.fit_job import FitJob, Stopped
@@ -32,7 +33,6 @@ MAX_DELTA = 5.0  # standard deviations of the softmax head's weights
 PAGE_SIZE = 24  # thumbnails
 SORT_BATCH = 8  # images
 SORTED, MAX_SORTED = 64, 1000  # images
-MAX_CACHED_THUMBNAILS = 2000
 MAX_BRANCH_BYTES = 20 * 2**20  # of a branch that is offered as a link
 
 
@@ -106,7 +106,7 @@ class Page:
         self.fit_report = ("", "")  # of the latest fit: status and link
         self.fit_error = ""  # of the latest fit, until somebody has seen it
         self._lock = threading.Lock()  # of the heads and the fit
-        self._small_image = lru_cache(MAX_CACHED_THUMBNAILS)(self._open_small)
+        self._thumbnail_lock = threading.Lock()
 
     def load(self, request: gr.Request) -> list[Any]:
         """Show the first readable image, and all heads, including those fitted since the start."""
@@ -165,7 +165,7 @@ class Page:
         with show_errors(), self._viewer(request) as viewer:
             return links_html(viewer.files())
 
-    def thumbnails(self, page: Any = 1) -> list[tuple[Image.Image, str]]:
+    def thumbnails(self, page: Any = 1) -> list[tuple[str, str]]:
         """Return one page of the gallery."""
         with show_errors():
             start = self._page_start(page)
@@ -175,13 +175,27 @@ class Page:
         """Return the index of the first image of a page of the gallery."""
         return (int(slider_value(page, 1, len(self.gallery), 1)) - 1) * PAGE_SIZE
 
-    def _thumbnail(self, index: int, caption: str = "") -> tuple[Image.Image, str]:
-        sample = self.gallery.sample(index)
-        stamp = sample.path and file_stamp(sample.path)  # the file may be replaced
-        return self._small_image(index, stamp), caption or sample.id
+    def _thumbnail(self, index: int, caption: str = "") -> tuple[str, str]:
+        """Return the file of a small copy of an image, and its caption.
 
-    def _open_small(self, index: int, stamp: str | None) -> Image.Image:
-        """Return a small copy of an image; grey if it cannot be read. `stamp` is for the cache only."""
+        The file is written once and whole: gradio would write an image again for every visitor, while others
+        load it. The copy of a replaced image is another file.
+        """
+        sample = self.gallery.sample(index)
+        stamp = sample.path and file_stamp(sample.path)
+        file = self.uploads / "thumbnails" / f"{hash_of([index, stamp])}.webp"
+        try:
+            os.utime(file)  # gradio removes old files
+        except FileNotFoundError:
+            data = io.BytesIO()
+            self._small_image(index).save(data, "WEBP")
+            with self._thumbnail_lock:
+                file.parent.mkdir(exist_ok=True)
+                write_atomic(file, data.getvalue())
+        return str(file), caption or sample.id
+
+    def _small_image(self, index: int) -> Image.Image:
+        """Return a small copy of an image; grey if it cannot be read."""
         try:
             image = self.gallery.open(index)[1]
             image.thumbnail((128, 128))
