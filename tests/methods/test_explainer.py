@@ -401,6 +401,15 @@ def test_classes_that_do_not_fit_are_refused(classes: object, sentence: str) -> 
 # ------------------------------------------------------------------------------- one logit, probabilities
 
 
+@pytest.mark.parametrize("ending", [nn.Identity(), nn.Sigmoid()])
+def test_of_one_output_the_more_probable_class_comes_first(ending: nn.Module) -> None:
+    net, x = attached(nn.Sequential(Gap(classes=1), ending)), 5 * images(8)
+    for ex in (explain(net, x, branch="softmax"), explain(net, x, branch="softmax", classes="top5")):
+        assert set(ex.top_classes[:, 0].tolist()) == {0, 1}
+        assert (ex.top_probability[:, 0] > 0.5).all() and (ex.top_probability[:, 1] < 0.5).all()
+        assert torch.equal(ex.classes if ex.classes.ndim == 1 else ex.classes[:, 0], ex.top_classes[:, 0])
+
+
 def test_one_logit_tells_two_classes_apart_by_its_sign() -> None:
     net = gap_net(classes=1)
     x = torch.cat([exact(3), -exact(3)])

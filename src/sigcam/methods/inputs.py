@@ -59,11 +59,10 @@ def choose_classes(net: DualBranch, forward_pass: ForwardPass, classes: Classes)
     """Return (B, K) class indices, -1 where "positive" has fewer, and whether there can be several."""
     softmax = forward_pass.softmax
     batch, count = len(softmax), max(net.classes, 2)  # a single logit tells two classes apart
+    if net.classes == 1 and net.split.output == "probabilities":
+        softmax = softmax - 0.5  # as a logit: positive for class 1
     if classes is None:
-        if net.classes == 1:
-            level = 0.5 if net.split.output == "probabilities" else 0.0
-            return (softmax > level).long(), False
-        return softmax.argmax(1, keepdim=True), False
+        return (softmax > 0).long() if net.classes == 1 else softmax.argmax(1, keepdim=True), False
     if isinstance(classes, str):
         if classes == "all":
             return torch.arange(count, device=softmax.device).expand(batch, count), True
