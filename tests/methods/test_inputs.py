@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from sigcam.core.config import FitConfig
-from sigcam.core.errors import ConfigError, DataError, RunError
+from sigcam.core.errors import AttachError, ConfigError, DataError, RunError
 from sigcam.methods.explainer import explain
 from sigcam.network.attachment import attach
 from sigcam.network.dual import DualBranch
@@ -81,6 +81,12 @@ def test_a_model_on_the_meta_device_is_refused_in_a_sentence() -> None:
     for given in (images(), images().to("meta")):
         with pytest.raises(DataError, match="tensors on the meta device hold no values"):
             explain(net, given)
+
+
+@pytest.mark.parametrize("example", [None, images(1)])
+def test_attach_refuses_a_model_on_the_meta_device(example: Tensor | None) -> None:
+    with pytest.raises(AttachError, match="on the meta device, which holds no values: load its weights first"):
+        attach(Gap().to("meta"), example=example)
 
 
 def test_a_list_of_tensors_is_refused_with_what_makes_a_batch_of_it() -> None:

@@ -69,6 +69,8 @@ def attach(
             raise AttachError(f"{argument}= takes the module's name, a string, not {type(name).__name__}.")
     if example is not None and not isinstance(example, Tensor):
         raise AttachError(f"example= takes a (1, C, H, W) tensor, not {type(example).__name__}.")
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise AttachError("this model is on the meta device, which holds no values: load its weights first.")
     if any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
         raise AttachError(
             f"this {type(model).__name__} was made inside torch.inference_mode(), so no gradient can pass "
