@@ -85,7 +85,9 @@ def test_a_model_on_the_meta_device_is_refused_in_a_sentence() -> None:
 
 @pytest.mark.parametrize("example", [None, images(1)])
 def test_attach_refuses_a_model_on_the_meta_device(example: Tensor | None) -> None:
-    with pytest.raises(AttachError, match="on the meta device, which holds no values: load its weights first"):
+    with pytest.raises(
+        AttachError, match="on the meta device, which holds no values: load its weights first"
+    ):
         attach(Gap().to("meta"), example=example)
 
 
