@@ -14,11 +14,12 @@ from torch.overrides import TorchFunctionMode
 from sigcam.core.errors import DataError
 from sigcam.core.types import GridSize
 from sigcam.methods.targets import at_least_float32
+from sigcam.network.dataflow import tensors_in
 from sigcam.network.dual import DualBranch
 from sigcam.network.feature_layer import MAX_PREFIX_TOKENS
 from sigcam.network.hooks import fresh_autocast_cache
 from sigcam.network.modules import run_model
-from sigcam.network.trace import chunks, eval_mode, in_this_thread, logits_of, tensors_in
+from sigcam.network.trace import chunks, eval_mode, in_this_thread, logits_of
 
 
 def rollout_maps(net: DualBranch, images: Tensor) -> Tensor:

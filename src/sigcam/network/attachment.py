@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from sigcam.core.errors import AttachError, CheckpointError
 from sigcam.core.files import parse_json, write_atomic
 from sigcam.models.preprocess import Preprocess, declared_transform
 from sigcam.models.state_dict import fingerprint
-from sigcam.network.dual import DualBranch, linear_weight
+from sigcam.network.dual import DualBranch
 from sigcam.network.hooks import fresh_autocast_cache
 from sigcam.network.optimize import optimized
 from sigcam.network.output_tail import record_tail
@@ -101,10 +101,7 @@ def attach(
             transform=transform,
             class_names=class_names,
         )
-        with torch.no_grad():
-            sigmoid.prepare(net._hooked((split.point,), probed).inputs)
-        net.grad_mode((split.point,))  # an error now rather than with the first images
-        net.linear = frozenset(b for b in ("softmax", "sigmoid") if _is_gap_linear(net, b))
+        net.prepare()  # an error now rather than with the first images
     return net
 
 
@@ -116,22 +113,6 @@ def unwrap(model: nn.Module) -> nn.Module:
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         inner = model.module
     return model if inner is None else unwrap(inner)
-
-
-@torch.no_grad()
-def _is_gap_linear(net: DualBranch, branch: Literal["softmax", "sigmoid"]) -> bool:
-    """Whether the branch's logits are its last layer's weight times the mean of F over the grid (Eq. 3)."""
-    weight = linear_weight(net.last_layer(branch))
-    forward_pass = net.run(net.example)
-    mean = forward_pass.features.double().mean((2, 3))  # (B, N)
-    if len(net.split.heads) > 1 or weight is None or weight[0].shape != (net.classes, mean.shape[1]):
-        return False
-    logits = forward_pass.softmax_logits if branch == "softmax" else forward_pass.sigmoid
-    predicted = mean @ weight[0].double().T + weight[1].double()
-    scale = logits.double().abs().max().clamp(min=1e-12)
-    tolerance = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 2e-2
-    agrees = (predicted - logits.double()).abs().max() <= tolerance * scale
-    return bool(agrees and weight[0].any())  # an all-zero head would agree with anything
 
 
 def save_branch(net: DualBranch, path: Path, dtype: torch.dtype | None = None) -> None:

@@ -123,7 +123,9 @@ class _Planner:
         self.spatial = [o for o in self.trace.outputs if _window(o.module) is not None]
         layer = net.split.layer, net.split.call
         self.features = next(o for o in self.trace.outputs if (o.name, o.call) == layer)
-        self.grid = GridSize.of(net.split.fold(self.features.tensor, GridSize.of(net.example)))
+        self.grid = GridSize.of(
+            net.split.fold(torch.empty(self.features.shape, device="meta"), GridSize.of(net.example))
+        )
 
     def plan(self) -> tuple[Change, ...]:
         strided = self.last_strided()
@@ -148,16 +150,16 @@ class _Planner:
         last = [o for o in before if not any(after[id(o)] & {*p.inputs} for p in before if p is not o)]
         if not last:
             raise _CannotDilate("no convolution or pooling module before its features has a stride")
-        grids = {o.tensor.shape[-2:] for o in last}
+        grids = {o.shape[-2:] for o in last}
         downstream = set[int]().union(*(after[id(o)] for o in last))
         parallel = [o for o in strided if o not in before and not downstream & {*o.inputs}]
-        return last + [o for o in parallel if o.tensor.shape[-2:] in grids]
+        return last + [o for o in parallel if o.shape[-2:] in grids]
 
     def has_window(self, output: ModuleOutput) -> bool:
         return max(_window(output.module) or (1, 1)) > 1 and self.input_shape(output)[-2:].numel() > 1
 
     def input_shape(self, output: ModuleOutput) -> torch.Size:
-        return self.trace.shapes[output.inputs[0]]
+        return self.trace.flow.shapes[output.inputs[0]]
 
     def check_reach(self, strided: list[ModuleOutput], later: list[ModuleOutput], reached: set[int]) -> None:
         """Refuse models where changing these modules would miss a step, or change one twice."""
@@ -175,9 +177,9 @@ class _Planner:
                     mixing[name] = None
         if mixing:
             raise _CannotDilate(f"its last stage uses {listed(mixing)}, with no stride or dilation to change")
-        narrowed = any(o.tensor.shape[-2:] != self.input_shape(o)[-2:] for o in later)
+        narrowed = any(o.shape[-2:] != self.input_shape(o)[-2:] for o in later)
         for o in strided:
-            if GridSize.of(o.tensor) != self.grid and not narrowed:
+            if tuple(o.shape[-2:]) != self.grid and not narrowed:
                 raise _CannotDilate(f"the grid shrinks between {o.name!r} and its features, in no module")
 
     def halve(self, strided: list[ModuleOutput]) -> list[Change]:
@@ -204,7 +206,7 @@ class _Planner:
         module = self.model.get_submodule(output.name)
         if any(step % 2 for step in _pair(module.stride)):
             raise _CannotDilate(f"the stride of {output.name!r} is {_pair(module.stride)}, not 2")
-        noise = _random(self.input_shape(output), output.tensor)
+        noise = _random(self.input_shape(output), output)
         _apply(Change(output.name, "stride"), alone := _alone(module))
         expected, actual = module.forward(noise), alone.forward(noise)
         # TensorFlow's "same" padding moves to the left when the stride is removed
@@ -217,11 +219,11 @@ class _Planner:
         shape, window = self.input_shape(output), _window(module)
         assert window is not None
         pools = isinstance(module, nn.MaxPool2d | nn.AvgPool2d)
-        if pools and window[0] >= shape[-2] and window[1] >= shape[-1] and output.tensor[0, 0].numel() == 1:
+        if pools and window[0] >= shape[-2] and window[1] >= shape[-1] and output.shape[2:].numel() == 1:
             _apply(change := Change(output.name, "global"), module)
             return change
         sides = (2 * shape[2] - self.odd[0], 2 * shape[3] - self.odd[1])
-        fine = _random(torch.Size((*shape[:2], *sides)), output.tensor)
+        fine = _random(torch.Size((*shape[:2], *sides)), output)
         expected = module.forward(fine[..., ::2, ::2])
         change = Change(output.name, "dilation")
         _apply(change, alone := _alone(module))
@@ -248,7 +250,7 @@ def _alone(module: nn.Module) -> nn.Module:
     return other
 
 
-def _random(shape: torch.Size, like: Tensor) -> Tensor:
+def _random(shape: torch.Size, like: ModuleOutput) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(like.device, like.dtype)
 
 

@@ -19,12 +19,13 @@ from sigcam.core.types import GridSize
 from sigcam.network.feature_layer import FeaturePoint
 from sigcam.network.hooks import GradMode, HookedPass, choose_grad_mode, fresh_autocast_cache
 from sigcam.network.image_errors import blame_images
-from sigcam.network.optimize import separate_activations
 from sigcam.network.output_tail import Tail
 from sigcam.network.sigmoid_head import SigmoidHead
 from sigcam.network.split import Split, find_split
+from sigcam.network.trace import plain_layers
 
 FeaturePoints = Sequence[FeaturePoint]
+_BRANCHES: tuple[Literal["softmax", "sigmoid"], ...] = ("softmax", "sigmoid")
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class DualBranch(nn.Module):
         self.fitted = False
         self.recipe: dict[str, Any] = {}
         self.warned = False  # whether the warning about an unfitted branch was given
-        self.linear = frozenset[str]()  # branches whose logits are W mean(F) + b, checked by `attach`
+        self.linear = frozenset[str]()  # branches whose logits are W mean(F) + b, found by `prepare`
         self._softmax_tail = softmax_tail
         self._grad_modes = dict[tuple[FeaturePoint, ...], GradMode]()
         self._joining = dict[FeaturePoint, bool]()
@@ -167,14 +168,17 @@ class DualBranch(nn.Module):
             if grad and not mode.inline:
                 hooked = self._hooked(points, images, grad=True, forced=mode.forced)
             with torch.set_grad_enabled(grad or recording):
-                sigmoid, pooled = self.sigmoid(hooked.inputs)
-                tail = self._softmax_tail
-                logits = hooked.logits if tail is None else tail(hooked.outputs).reshape(-1, self.classes)
-                size = GridSize.of(images)
-                return [
-                    ForwardPass(softmax.detach(), sigmoid, p.fold(cut, size), pooled, cut, logits, images, p)
-                    for p, cut in zip(points, hooked.cuts, strict=True)
-                ]
+                return self._read(hooked, softmax, images)
+
+    def _read(self, hooked: HookedPass, softmax: Tensor, images: Tensor) -> list[ForwardPass]:
+        """Run the sigmoid branch after a pass of the model; return the whole once per feature point."""
+        sigmoid, pooled = self.sigmoid(hooked.inputs)
+        tail, size = self._softmax_tail, GridSize.of(images)
+        logits = hooked.logits if tail is None else tail(hooked.outputs).reshape(-1, self.classes)
+        return [
+            ForwardPass(softmax.detach(), sigmoid, p.fold(cut, size), pooled, cut, logits, images, p)
+            for p, cut in zip(hooked.points, hooked.cuts, strict=True)
+        ]
 
     def rescore(self, forward_pass: ForwardPass, index: int, features: Tensor) -> ForwardPass:
         """Return the logits of image `index` with other features, (R, N, P, Q): what precedes F runs on the
@@ -204,7 +208,7 @@ class DualBranch(nn.Module):
     def _hooked(self, points: FeaturePoints, images: Tensor, **options: Any) -> HookedPass:
         hides_nan = getattr(self.model, "hides_nan", False) and not bool(images.isfinite().all())
         hooked = HookedPass(self.model, self.split, points, outputs=self._softmax_tail is not None, **options)
-        with separate_activations() if hides_nan else nullcontext():
+        with plain_layers() if hides_nan else nullcontext():
             return hooked.run(images)
 
     def feature_point(self, layer: str | nn.Module) -> FeaturePoint:
@@ -227,8 +231,35 @@ class DualBranch(nn.Module):
         """Return how autograd records from the points on; tried once, on the example."""
         if points not in self._grad_modes:
             with torch.no_grad():
-                self._grad_modes[points] = choose_grad_mode(partial(self._hooked, points, self.example))
+                run = partial(self._hooked, points, self.example)
+                self._grad_modes[points] = choose_grad_mode(run, run().bits())
         return self._grad_modes[points]
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Run the example, once plainly and once with gradients, to find what the sigmoid branch reads, which
+        branches are linear in F's mean, and how autograd records from F on."""
+        points, example = (self.split.point,), self.example
+        hooked = self._hooked(points, example)
+        bits = hooked.bits()
+        self.sigmoid.prepare(hooked.inputs)
+        (forward_pass,) = self._read(hooked, hooked.logits, example)
+        self.linear = frozenset(b for b in _BRANCHES if self._is_gap_linear(forward_pass, b))
+        del hooked, forward_pass  # the next pass needs the memory
+        self._grad_modes[points] = choose_grad_mode(partial(self._hooked, points, example), bits)
+
+    def _is_gap_linear(self, forward_pass: ForwardPass, branch: Literal["softmax", "sigmoid"]) -> bool:
+        """Whether the branch's logits are its last layer's weight times F's mean over the grid (Eq. 3)."""
+        weight = linear_weight(self.last_layer(branch))
+        mean = forward_pass.features.mean((2, 3), dtype=torch.double)  # (B, N)
+        if len(self.split.heads) > 1 or weight is None or weight[0].shape != (self.classes, mean.shape[1]):
+            return False
+        logits = forward_pass.softmax_logits if branch == "softmax" else forward_pass.sigmoid
+        predicted = mean @ weight[0].double().T + weight[1].double()
+        scale = logits.double().abs().max().clamp(min=1e-12)
+        tolerance = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 2e-2
+        agrees = (predicted - logits.double()).abs().max() <= tolerance * scale
+        return bool(agrees and weight[0].any())  # an all-zero head would agree with anything
 
     def with_model(self, model: nn.Module) -> DualBranch:
         """Return the same branch beside another model with the same module names, such as a finer copy."""

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from sigcam.core.errors import AttachError
 from sigcam.core.memory import is_out_of_memory
 from sigcam.core.types import GridSize
+from sigcam.network.gradient_pass import GradientPass
 from sigcam.network.modules import ACTIVATIONS, has_parameters, is_pooling
-from sigcam.network.trace import ModuleOutput, Trace, ancestry, gradients, listed, run_traced
+from sigcam.network.trace import ModuleOutput, Trace, listed, run_traced
 
 MAX_PREFIX_TOKENS = 32  # class, distillation and register tokens in front of a grid
 AxisOrder = Literal["NCHW", "NHWC", "NLC", "LNC"]  # here N is the batch, C the channels, L the tokens
@@ -45,6 +46,12 @@ class FeatureLayout:
         rows = min(divisors, key=lambda rows: abs(rows - expected))
         return GridSize(rows, tokens // rows)
 
+    def grid_part(self, output: Tensor) -> Tensor:
+        """The part of the output that the map is made of: all but the tokens before the grid."""
+        if self.layout in ("NCHW", "NHWC"):
+            return output
+        return output[:, self.prefix :] if self.layout == "NLC" else output[self.prefix :]
+
     @property
     def batch_axis(self) -> int:
         """The axis of the layer's output that holds the images."""
@@ -72,6 +79,9 @@ class FeaturePoint:
     fold: FeatureLayout
 
 
+# functions through which gradient passes whatever the numbers
+_STEPS = "adaptive_avg_pool2d mean flatten view reshape permute transpose squeeze dropout contiguous"
+_PASSING = frozenset(_STEPS.split())
 Candidate = tuple[ModuleOutput, FeatureLayout]
 
 
@@ -84,16 +94,92 @@ class FeatureFinder:
         self.model, self.trace, self.logits, self.example, self.last = model, trace, logits, example, last
         self.image, self.kind = GridSize.of(example), type(model).__name__
         self.candidates = self.find_candidates()
-        self.alive = self.with_gradient(self.candidates)
+        values = [o.value for o, _ in self.candidates]
+        flow, entering = trace.flow, [o.inputs or (trace.value(logits),) for o in last]
+        self._ancestors, self._live = flow.ancestors(values), flow.ancestors(values, live=True)
+        self._reaching = [flow.reaching(inputs, live=True) for inputs in entering]
+        self._tested: dict[int, list[bool]] = {}  # value -> by output layer, whether its grid gets gradient
+        self._doubts_all = False
+        self.alive = self.find_alive()
+
+    def find_alive(self) -> list[Candidate]:
+        """The candidates whose grid gets gradient from the output layers' inputs (a CLS-pooled last block's
+        does not); of several output layers, from as many as any candidate.
+
+        Where tokens precede the grid, the last candidates are tested in a pass that records gradients. What
+        one of these was computed from is taken to get gradient, too: testing it would record all of a pass.
+        """
+        count = 12
+        while True:
+            alive = [self._alive(index) for index in range(len(self.last))]
+            open_ = [c for c in self._untested() if self._is_open(c[0].value, alive)]
+            if not open_:
+                break
+            self._test(open_[-count:])
+            count *= 4
+        heads = {o.value: sum(o.value in reached for reached in alive) for o, _ in self.candidates}
+        most = max(heads.values(), default=0)
+        return [(o, fold) for o, fold in self.candidates if 0 < heads[o.value] == most]
+
+    def _alive(self, index: int) -> set[int]:
+        """The values that get gradient from one output layer, as far as is known."""
+        known, reaching = set[int](), self._reaching[index]
+        for output, fold in reversed(self.candidates):
+            value = output.value
+            if value in self._tested:
+                alive = self._tested[value][index]
+            elif self._is_doubtful(fold):
+                alive = any(value in self._live[later] for later in known)
+            else:
+                alive = True
+            if alive and value in reaching:
+                known.add(value)
+        return known
+
+    def _is_doubtful(self, fold: FeatureLayout) -> bool:
+        """Whether all of the gradient may be that of the tokens before the grid."""
+        return fold.prefix > 0 or self._doubts_all
+
+    def _is_open(self, value: int, alive: list[set[int]]) -> bool:
+        return any(value in r and value not in a for r, a in zip(self._reaching, alive, strict=True))
+
+    def _untested(self) -> list[Candidate]:
+        """The first output of each value that is doubtful and not yet tested."""
+        first = {o.value: (o, fold) for o, fold in reversed(self.candidates)}
+        doubtful = [pair for pair in first.values() if self._is_doubtful(pair[1])]
+        return [pair for pair in reversed(doubtful) if pair[0].value not in self._tested]
+
+    def _test(self, candidates: list[Candidate]) -> None:
+        parts = [(output, fold.grid_part) for output, fold in candidates]
+        reached = GradientPass(parts, self.last).run(self.model, self.example)
+        self._tested.update((o.value, heads) for (o, _), heads in zip(candidates, reached, strict=True))
 
     def last_layer(self) -> Candidate:
+        """The last spatial output through which gradient is seen to pass."""
+        while True:
+            output, fold = self._last_alive()
+            if output.value not in self._tested and not self._is_sure(output, fold):
+                self._test([(output, fold)])
+            if any(self._tested.get(output.value, [True])):
+                return output, fold
+            self._doubts_all = True  # numbers, such as those of a dead activation, stop the gradient
+            self.alive = self.find_alive()
+
+    def _is_sure(self, output: ModuleOutput, fold: FeatureLayout) -> bool:
+        """Whether no step between the output and the output layers can stop the gradient of all cells."""
+        begin = min(o.start for o in self.last)
+        steps = {call.name for call in self.trace.calls if output.end < call.time < begin}
+        return not self._is_doubtful(fold) and steps <= _PASSING
+
+    def _last_alive(self) -> Candidate:
         """The last spatial output; where several end side by side, the last that all of them come from."""
         if not self.alive:
             raise AttachError(
                 f"no layer of {self.kind} before its head {self.last[0].name!r} gives a map (B, N, P, Q) "
                 "that gets gradient. Name one: attach(model, layer='...')."
             )
-        ancestors = ancestry([output for output, _ in self.alive])
+        alive = {output.value for output, _ in self.alive}
+        ancestors = {value: self._ancestors[value] & alive for value in alive}
         ends = set(ancestors).difference(*ancestors.values())
         if len(ends) == 1:
             return next((o, fold) for o, fold in self.alive if o.value in ends)
@@ -116,17 +202,20 @@ class FeatureFinder:
         maps = [fold.grid for _, fold in self.candidates if fold.layout in ("NCHW", "NHWC")]
         fold = self.layout_of(output, maps, {fold.prefix for _, fold in self.candidates})
         if fold is None:
-            kind, shape = type(output.module).__name__, tuple(output.tensor.shape)
+            kind, shape = type(output.module).__name__, tuple(output.shape)
             what = f"layer={name!r} ({kind}) returns {shape}"
             raise AttachError(f"{what}, which does not fold to a map. {valid}")
-        if not self.with_gradient([(output, fold)]):
+        if output.value not in self._tested:
+            self._test([(output, fold)])
+        if not any(self._tested[output.value]):
             raise AttachError(f"layer={name!r} gets no gradient on its grid. {valid}")
         return output, fold
 
     def layers_until(self, features: ModuleOutput) -> tuple[tuple[str, int, int, int], ...]:
         """Name, N, P and Q of the layers that could be F, up to the one that is."""
         outputs = [pair for pair in self.alive if pair[0].end <= features.end]
-        shapes = [(o, fold(o.tensor, self.image).shape[1:]) for o, fold in outputs]
+        empty = [(o, fold, torch.empty(o.shape, device="meta")) for o, fold in outputs]
+        shapes = [(o, fold(tensor, self.image).shape[1:]) for o, fold, tensor in empty]
         return tuple((o.name, n, p, q) for o, (n, p, q) in shapes if self.trace.outermost(o) is o)
 
     def activation_follows(self, output: ModuleOutput) -> bool:
@@ -157,14 +246,14 @@ class FeatureFinder:
                 layouts.setdefault(output.value, fold)
                 outputs.append(output)
         # a projection inside attention is not a layer
-        layers = [o for o in outputs if o.tensor.ndim != 3 or not isinstance(o.module, nn.Linear)] or outputs
+        layers = [o for o in outputs if len(o.shape) != 3 or not isinstance(o.module, nn.Linear)] or outputs
         return [(o, layouts[o.value]) for o in layers if o.value not in pooled]
 
     def layout_of(
         self, output: ModuleOutput, grids: list[GridSize], prefixes: set[int]
     ) -> FeatureLayout | None:
         """How the output folds, given the grids and the numbers of prefix tokens of the outputs before it."""
-        shape, batch = tuple(output.tensor.shape), len(self.example)
+        shape, batch = tuple(output.shape), len(self.example)
         if len(shape) == 4 and shape[0] == batch:
             first, last = self.is_plausible(shape[2], shape[3]), self.is_plausible(shape[1], shape[2])
             if getattr(output.module, "normalized_shape", None) == (shape[3],) != (shape[1],):
@@ -203,33 +292,20 @@ class FeatureFinder:
         return [GridSize(height // s, width // s) for s in strides]
 
     def keeps_last_axis(self, output: ModuleOutput) -> bool:
-        """Whether a wider image leaves the last axis unchanged: then it holds channels."""
-        wider = self.shapes_of_wider_image.get((output.name, output.call))
-        return wider is not None and wider[3] == output.tensor.shape[3] and wider[2] != output.tensor.shape[2]
+        """Whether an image of another width leaves the last axis unchanged: then it holds channels."""
+        other = self.shapes_of_other_width.get((output.name, output.call))
+        return other is not None and other[3] == output.shape[3] and other[2] != output.shape[2]
 
     @cached_property
-    def shapes_of_wider_image(self) -> dict[tuple[str, int], torch.Size]:
-        """What each call returns for an image 1.5 times as wide; empty if the model does not take one."""
-        image = torch.cat([self.example, self.example[..., : self.image[1] // 2]], -1)
-        try:
-            trace, _ = run_traced(self.model, image)
-        except Exception as error:  # any user network, any failure
-            if is_out_of_memory(error):
-                raise
-            return {}
-        return {(o.name, o.call): o.tensor.shape for o in trace.outputs}
-
-    def with_gradient(self, candidates: list[Candidate]) -> list[Candidate]:
-        """The candidates whose grid gets gradient from the output layers' inputs (a CLS-pooled last block's
-        does not); of several output layers, from as many as any candidate."""
-        reached = [0] * len(candidates)
-        for layer in self.last:
-            entering = self.trace.tensors(set(layer.inputs)) or [self.logits]
-            generator = torch.Generator().manual_seed(0)
-            noise = [torch.randn(t.shape, generator=generator).to(t.device, torch.double) for t in entering]
-            score = torch.stack([(t.double() * n).sum() for t, n in zip(entering, noise, strict=True)]).sum()
-            for index, gradient in enumerate(gradients(score, [output.tensor for output, _ in candidates])):
-                fold = candidates[index][1]
-                if gradient is not None and bool(fold(gradient, self.image).count_nonzero()):
-                    reached[index] += 1
-        return [pair for pair, heads in zip(candidates, reached, strict=True) if 0 < heads == max(reached)]
+    def shapes_of_other_width(self) -> dict[tuple[str, int], torch.Size]:
+        """What each call returns for an image half as wide, else 1.5 times; empty if it takes neither."""
+        half = self.example[..., : self.image[1] // 2]
+        for image in (half, torch.cat([self.example, half], -1)):
+            try:
+                trace, _ = run_traced(self.model, image)
+            except Exception as error:  # any user network, any failure
+                if is_out_of_memory(error):
+                    raise
+                continue
+            return {(o.name, o.call): o.shape for o in trace.outputs}
+        return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sigcam.core.errors import AttachError
+from sigcam.network.dataflow import tensors_in
 from sigcam.network.feature_layer import FeaturePoint
 from sigcam.network.modules import ACTIVATIONS, run_model
 from sigcam.network.sigmoid_head import Inputs, on_tensors
 from sigcam.network.split import Split
-from sigcam.network.trace import eval_mode, in_this_thread, logits_of, tensors_in
+from sigcam.network.trace import eval_mode, in_this_thread, logits_of
 
 
 class HookedPass(TorchFunctionMode):
@@ -73,6 +75,14 @@ class HookedPass(TorchFunctionMode):
         swapped = None if self.swap is None else self.swap.shape[self.points[0].fold.batch_axis]
         self.logits = logits_of(output, swapped or len(images))
         return self
+
+    def bits(self) -> bytes:
+        """A hash of what enters the heads and of the logits; equal if these are equal bit by bit."""
+        found = hashlib.blake2b(digest_size=16)
+        for tensor in (*tensors_in(self.inputs), self.logits):
+            numbers = tensor.detach().cpu().flatten() + 0  # -0.0 equals 0.0
+            found.update(numbers.view(torch.uint8).numpy().data)
+        return found.digest()
 
     def _register_hooks(self, handles: list[Any]) -> None:
         """Register our hooks, each put into the list at once, so that an error leaves none behind."""
@@ -142,17 +152,19 @@ class GradMode:
     forced: bool = False  # the model computes F or what follows under a no_grad of its own
 
 
-def choose_grad_mode(run: Callable[..., HookedPass]) -> GradMode:
-    """Find out, by `run` on the example, whether the pass that predicts can record and stay bit-equal."""
-    plain = run()
+def choose_grad_mode(run: Callable[..., HookedPass], bits: bytes) -> GradMode:
+    """Find out, by `run` on the example, whether the pass that predicts can record and stay bit-equal.
+
+    Args:
+        bits: of the same pass without gradient.
+    """
     for forced in (False, True):
         recorded = run(grad=True, forced=forced)
-        entering = list(tensors_in(recorded.inputs))
-        if any(tensor.requires_grad for tensor in entering):
-            same = all(torch.equal(a, b) for a, b in zip(tensors_in(plain.inputs), entering, strict=True))
-            return GradMode(same and torch.equal(plain.logits, recorded.logits), forced)
+        if any(tensor.requires_grad for tensor in tensors_in(recorded.inputs)):
+            return GradMode(recorded.bits() == bits, forced)
+    layer, head = recorded.points[0].layer, recorded.split.heads[0]
     raise AttachError(
-        f"no gradient passes from layer {plain.points[0].layer!r} to the head {plain.split.heads[0]!r}. "
+        f"no gradient passes from layer {layer!r} to the head {head!r}. "
         "Name another layer: attach(model, layer='...')."
     )
 

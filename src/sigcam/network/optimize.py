@@ -2,9 +2,7 @@
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Collection
 from copy import deepcopy
 from typing import Any
 
@@ -16,8 +14,9 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 from sigcam.core.errors import AttachError
 from sigcam.core.files import error_line
 from sigcam.core.memory import is_out_of_memory
+from sigcam.network.dataflow import tensors_in
 from sigcam.network.modules import replace_module
-from sigcam.network.trace import Call, ModuleOutput, lock_of, logits_of, run_traced, tensors_in
+from sigcam.network.trace import Call, ModuleOutput, are_layers_plain, lock_of, logits_of, run_traced
 
 log = logging.getLogger("sigcam")
 LOGIT_TOLERANCE = 1e-4  # of the largest logit
@@ -137,7 +136,7 @@ def _is_product(graph: _Graph, layer: ModuleOutput) -> bool:
     module = layer.module
     if not isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return False
-    if isinstance(module, nn.Linear) and layer.tensor.ndim != 2:
+    if isinstance(module, nn.Linear) and len(layer.shape) != 2:
         return False  # of tokens, a BatchNorm1d normalises axis 1, which is not the layer's
     call = graph.makers.get(layer.value)
     if call is None or "weight" not in module._parameters:
@@ -147,23 +146,10 @@ def _is_product(graph: _Graph, layer: ModuleOutput) -> bool:
     return product and all(graph.reads[value] == 1 for value in parameters)
 
 
-_FUSING = ContextVar("fusing", default=True)
-
-
-@contextmanager
-def separate_activations() -> Iterator[None]:
-    """Let an optimised copy apply each activation by itself: oneDNN's fused ones turn NaN into 0."""
-    token = _FUSING.set(False)
-    try:
-        yield
-    finally:
-        _FUSING.reset(token)
-
-
 class PackedConv2d(nn.Conv2d):
     """A convolution with channels-last maps that keeps its weights in oneDNN's own order.
 
-    It is a plain convolution where a gradient is recorded, and on another device or type.
+    It is a plain convolution where a gradient is recorded, on another device or type, in `plain_layers`.
     """
 
     packed: tuple[tuple[Any, ...], Tensor] | None = None  # for inputs of this shape, and this many threads
@@ -172,7 +158,8 @@ class PackedConv2d(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         recorded = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
         usual = input.dtype == self.weight.dtype == torch.float32 and input.device.type == "cpu"
-        if recorded or not usual or input.ndim != 4 or torch.is_autocast_enabled("cpu"):
+        plain = are_layers_plain() or torch.is_autocast_enabled("cpu")
+        if recorded or plain or not usual or input.ndim != 4:
             return super().forward(input)
         geometry = (self.padding, self.stride, self.dilation, self.groups)
         key = (input.shape, torch.get_num_threads(), geometry)  # the best order depends on all
@@ -181,9 +168,8 @@ class PackedConv2d(nn.Conv2d):
             self.packed = key, reorder(self.weight.detach().to_mkldnn(), *geometry, input.shape)
         last = input.contiguous(memory_format=torch.channels_last)
         convolve = torch.ops.mkldnn._convolution_pointwise
-        activation = self.activation if _FUSING.get() else ("none", [])
-        out: Tensor = convolve(last, self.packed[1], self.bias, *geometry, *activation, "")
-        out.activated = activation[0] != "none"  # type: ignore[attr-defined]
+        out: Tensor = convolve(last, self.packed[1], self.bias, *geometry, *self.activation, "")
+        out.activated = self.activation[0] != "none"  # type: ignore[attr-defined]
         return out
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sigcam.core.memory import free_memory
+from sigcam.network.dataflow import tensors_in
 from sigcam.network.dual import DualBranch, FeaturePoints
-from sigcam.network.trace import tensors_in
 
 KERNELS = 1.6  # a pass takes up to this many times its tensors, since kernels reorder them (VGG on a CPU)
 
@@ -106,6 +106,8 @@ def measure_pass(net: DualBranch, points: FeaturePoints, image: Tensor, *, grad:
     autocast = torch.is_autocast_enabled(image.device.type)
     key = tuple(points), grad, image.shape, image.dtype, image.device, autocast
     if key not in known:
+        if grad:
+            net.grad_mode(tuple(points))  # tried once, and not part of a pass
         with no_side_effects(), LiveBytes() as live:
             passes = net.run_at(points, image, grad=grad)
         known[key] = PassMemory(image.shape[-2:].numel(), events := tuple(live.events), (1.0,) * len(events))

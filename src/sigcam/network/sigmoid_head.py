@@ -149,7 +149,7 @@ def _copy(head: nn.Module) -> nn.Module:
 def _initialize(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
     """Set weights to Normal(0, 0.01), biases to 0 (PROTOCOL 1.5); at 0, a scale would block all gradient."""
     if parameter.ndim >= 2:
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.01)
+        parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.01))
     elif "bias" in name or name in ("b", "beta"):
         parameter.zero_()
 

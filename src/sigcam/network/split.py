@@ -23,7 +23,7 @@ from sigcam.network.modules import (
     is_norm,
     is_within,
 )
-from sigcam.network.trace import ModuleOutput, Trace, ancestry, gradients, listed, logits_of, probe_model
+from sigcam.network.trace import ModuleOutput, Trace, digest, listed, logits_of, probe_model
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ def find_split(
             hint = f": did you mean {close}?" if close else f". Its modules: {listed(names)}."
             raise AttachError(f"{argument}={name!r} is not a module of {type(model).__name__}{hint}")
     example, trace, output = probe_model(model, example, seed)
-    logits = logits_of(output, len(example))
+    with trace.recording():
+        logits = logits_of(output, len(example))
     if not bool(torch.isfinite(logits).all()):
         raise AttachError(
             f"{type(model).__name__} returns NaN or infinite logits for a random input: check its weights, "
@@ -112,7 +113,7 @@ class _HeadFinder:
     """Finds the output layers and the head in one trace."""
 
     def __init__(self, model: nn.Module, trace: Trace, logits: Tensor) -> None:
-        self.model, self.trace, self.logits = model, trace, logits
+        self.model, self.trace, self.logits, self.digest = model, trace, logits, digest(logits)
         self.kind, self.classes = type(model).__name__, logits.shape[1]
 
     def last_layers(self, inside: str = "") -> list[ModuleOutput]:
@@ -120,10 +121,10 @@ class _HeadFinder:
         layers = [o for o in self.trace.outputs if self.is_layer(o.module) and is_within(o.name, inside)]
         values = {o.value for o in layers}  # a norm right on an output layer's logits is part of the tail
         norms = [o for o in self.trace.outputs if is_norm(o.module)]
-        layers += [o for o in norms if o.tensor.ndim > 2 or not values & {*o.inputs}]
-        with_gradients = zip(layers, gradients(self.logits, [o.tensor for o in layers]), strict=True)
-        reaching = [o for o, gradient in with_gradients if gradient is not None]
-        ancestors = ancestry(reaching)
+        layers += [o for o in norms if len(o.shape) > 2 or not values & {*o.inputs}]
+        before = self.trace.flow.reaching([self.trace.value(self.logits)])
+        reaching = [o for o in layers if o.value in before]
+        ancestors = self.trace.flow.ancestors(o.value for o in reaching)
         return [o for o in reaching if not any(o.value in ancestors[p.value] for p in reaching if p is not o)]
 
     def output_layers(self) -> list[ModuleOutput]:
@@ -168,7 +169,7 @@ class _HeadFinder:
         if output is None:
             raise AttachError(f"head={name!r} did not run, or returned no tensor. {valid}")
         if output not in able:
-            returned = f"returns {tuple(output.tensor.shape)}, not {self.classes} logits"
+            returned = f"returns {tuple(output.shape)}, not {self.classes} logits"
             reason = returned if has_parameters(output.module) else "has no parameters"
             raise AttachError(f"head={name!r} ({type(output.module).__name__}) {reason}. {valid}")
         return output
@@ -193,9 +194,7 @@ class _HeadFinder:
 
     def returns_logits(self, output: ModuleOutput) -> bool:
         """Whether the output equals the logits up to a reshape."""
-        return output.tensor.numel() == self.logits.numel() and torch.equal(
-            output.tensor.detach().reshape(self.logits.shape).float(), self.logits.detach().float()
-        )
+        return output.digest == self.digest
 
     def output_kind(self, last: list[ModuleOutput]) -> Literal["logits", "probabilities"]:
         """Whether the model's output is logits, or probabilities: rows that sum to 1, or a sigmoid's."""
@@ -209,5 +208,5 @@ class _HeadFinder:
 
 def _has_outputs(output: ModuleOutput, classes: int) -> bool:
     """Whether the output has C channels, last or after the batch; a single channel may be squeezed."""
-    shape = tuple(output.tensor.shape)
+    shape = tuple(output.shape)
     return classes in (shape[-1:] + shape[1:2]) or (classes == 1 and len(shape) < 2)

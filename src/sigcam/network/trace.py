@@ -1,9 +1,11 @@
 """Run a user's network in eval mode, under a lock, and record module outputs and torch functions."""
 
+import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
@@ -17,11 +19,15 @@ from sigcam.core.errors import AttachError
 from sigcam.core.files import error_line
 from sigcam.core.memory import is_out_of_memory
 from sigcam.core.types import GridSize
+from sigcam.network.dataflow import Dataflow, tensors_in
 from sigcam.network.modules import has_parameters, is_within
 
 SIZES_TO_TRY = (224, 32, 28, 64, 96, 128, 256, 299, 384)  # after the sizes that the model declares
 MAX_IMAGE_CHANNELS = 16  # a convolution with more inputs does not read the image
+MAX_LOGITS = 2**14  # numbers that may be logits in an output with more axes than (B, C)
 
+_QUERIES = frozenset({"__get__", "size", "dim", "numel", "is_floating_point", "is_contiguous", "__len__"})
+_PLAIN = ContextVar("plain", default=False)
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 _LOCKS_GUARD = threading.Lock()  # networks that share a model share its lock, so neither can own it
 
@@ -57,6 +63,21 @@ def eval_mode(model: nn.Module) -> Iterator[list[Any]]:
                 handle.remove()
             for module in training:
                 module.training = True
+
+
+@contextmanager
+def plain_layers() -> Iterator[None]:
+    """Let an optimised copy run its layers one by one, unpacked: as it was, only slower."""
+    token = _PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _PLAIN.reset(token)
+
+
+def are_layers_plain() -> bool:
+    """Whether this is inside `plain_layers`."""
+    return _PLAIN.get()
 
 
 def chunks(images: Tensor) -> tuple[Tensor, ...]:
@@ -101,21 +122,24 @@ def _first_flat(values: Iterable[Any], default: Any) -> Any:
 
 @dataclass(eq=False)
 class ModuleOutput:
-    """The output of one call of a module."""
+    """The output of one call of a module: what it was, not the tensor itself."""
 
     name: str
     module: nn.Module
     call: int
     value: int  # equal for outputs that are the same tensor, passed up through containers
-    tensor: Tensor
     inputs: tuple[int, ...]  # values of its arguments
     start: int
     end: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    digest: bytes | None  # of its numbers in their order, whatever the shape; None if too many for logits
 
 
 @dataclass
 class Call:
-    """One call of a torch function that returned tensors."""
+    """One call of a torch function that returned or changed tensors."""
 
     name: str
     inputs: tuple[int, ...]
@@ -130,24 +154,17 @@ class Trace(TorchFunctionMode):
         super().__init__()
         self.outputs: list[ModuleOutput] = []
         self.calls: list[Call] = []
-        self.shapes: list[torch.Size] = []  # of each value
+        self.flow = Dataflow()
+        self.value = self.flow.value
         self.clock = 0
-        self._values: dict[int, tuple[Tensor, int, int]] = {}  # id -> tensor (kept alive), version, value
         self._open: dict[nn.Module, list[tuple[int, tuple[int, ...]]]] = {}
         self._counts: dict[str, int] = {}
-        self._passed: dict[int, int] = {}  # id -> version of what a hook passed on
 
-    def value(self, tensor: Tensor) -> int:
-        """Return a number for the tensor's present content: a new one after each in-place change."""
-        known = self._values.get(id(tensor))
-        if known is None or known[1] != tensor._version:
-            known = self._values[id(tensor)] = (tensor, tensor._version, len(self.shapes))
-            self.shapes.append(tensor.shape)
-        return known[2]
-
-    def tensors(self, values: set[int]) -> list[Tensor]:
-        """The tensors that carry these values and are part of the graph."""
-        return [t for t, _, value in self._values.values() if value in values and t.requires_grad]
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what runs in the block."""
+        with torch.inference_mode(False), torch.no_grad(), plain_layers(), self, self.flow:
+            yield
 
     @cached_property
     def runs(self) -> dict[str, int]:
@@ -168,90 +185,65 @@ class Trace(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        inputs = tuple(self.value(tensor) for tensor in tensors_in((args, kwargs or {})))
-        with torch.inference_mode(False), torch.enable_grad():  # whatever the model has switched off
-            out = func(*args, **(kwargs or {})) if name != "detach" else args[0].view_as(args[0])
-        outputs = tuple(self.value(tensor) for tensor in tensors_in(out))
-        if outputs:
+        if name in _QUERIES:  # most calls of all: `.shape`, `.dtype`
+            out = func(*args, **(kwargs or {}))
+            if not isinstance(out, Tensor):
+                return out
+        tensors = list(tensors_in((args, kwargs or {})))
+        inputs = tuple(map(self.value, tensors))
+        if torch.is_inference_mode_enabled():  # by the model itself; its tensors would have no versions
+            with torch.inference_mode(False), torch.no_grad():
+                out = func(*args, **(kwargs or {}))
+        else:
+            out = func(*args, **(kwargs or {}))
+        made = [self.value(tensor) for tensor in tensors_in(out)]
+        changed = [value for value in map(self.value, tensors) if value not in (*inputs, *made)]
+        if made or changed:
             self.clock += 1
-            self.calls.append(Call(name, inputs, outputs, self.clock))
+            self.calls.append(Call(name, inputs, (*made, *changed), self.clock))
         return out
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.clock += 1
-        inputs = tuple(self.value(tensor) for tensor in tensors_in((args, kwargs)))
+        with torch._C.DisableTorchFunction():
+            inputs = tuple(self.value(tensor) for tensor in tensors_in((args, kwargs)))
         self._open.setdefault(module, []).append((self.clock, inputs))
 
-    def _leave(self, name: str, module: nn.Module, args: Any, out: Any) -> Any:
+    def _leave(self, name: str, module: nn.Module, args: Any, out: Any) -> None:
         start, inputs = self._open[module].pop()
         self.clock += 1
         call = self._counts[name] = self._counts.get(name, 0) + 1
-        if not isinstance(out, Tensor) or not out.dtype.is_floating_point:
-            return None
-        with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
-            unchanged = self._passed.get(id(out)) == out._version
-            if not out.requires_grad:  # the model cut its own graph: start another one here
-                out = out.detach().clone().requires_grad_()
-            passed_on = out if unchanged else out.clone()  # an in-place step must not change ours
-        value = self.value(out)
-        self._values[id(passed_on)] = (passed_on, passed_on._version, value)
-        self._passed[id(passed_on)] = passed_on._version
-        self.outputs.append(ModuleOutput(name, module, call, value, out, inputs, start, self.clock))
-        return passed_on
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            if isinstance(out, Tensor) and out.dtype.is_floating_point:
+                value = self.value(out)
+                self.flow.link(value, inputs)
+                facts = (value, inputs, start, self.clock, out.shape, out.dtype, out.device, digest(out))
+                self.outputs.append(ModuleOutput(name, module, call, *facts))
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and mappings."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping | tuple | list):
-        for value in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from tensors_in(value)
+def digest(tensor: Tensor) -> bytes | None:
+    """A hash of the numbers in the tensor, as float32 and in their order; None if too many for logits."""
+    if tensor.numel() > MAX_LOGITS and sum(size > 1 for size in tensor.shape[1:]) > 1:
+        return None
+    numbers = tensor.detach().to("cpu", torch.float32).contiguous() + 0.0  # -0.0 equals 0.0
+    return hashlib.blake2b(numbers.numpy().data, digest_size=16).digest()
 
 
 def run_traced(model: nn.Module, example: Tensor) -> tuple[Trace, Any]:
-    """Run one eval-mode pass with gradient; return its trace and the model's output."""
+    """Run one eval-mode pass; return its trace and the model's output."""
     trace = Trace()
-    with torch.inference_mode(False), torch.enable_grad(), eval_mode(model) as handles:
+    with torch.inference_mode(False), eval_mode(model) as handles:
         for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 what = f"{name or 'the model'} is a TorchScript module, which takes no hooks"
                 raise AttachError(f"{what}: attach the eager model.")
             handles.append(module.register_forward_pre_hook(trace._enter, with_kwargs=True))
             handles.append(module.register_forward_hook(partial(trace._leave, name)))
-        with trace:
-            output = model(example.detach().requires_grad_().clone())  # a leaf could not be changed in place
+        image = example.detach().clone()  # a model may change its input in place
+        trace.value(image, given=True)
+        with trace.recording():
+            output = model(image)
     return trace, output
-
-
-def gradients(score: Tensor, tensors: list[Tensor]) -> list[Tensor | None]:
-    """The gradient of a sum of scores with respect to each tensor; None where there is none."""
-    if not tensors:
-        return []
-    with torch.inference_mode(False), torch.enable_grad():
-        return list(torch.autograd.grad(score.sum(), tensors, allow_unused=True, retain_graph=True))
-
-
-def ancestry(outputs: list[ModuleOutput]) -> dict[int, set[int]]:
-    """For each output's value, the values among these that it was computed from, by autograd's graph."""
-    values_at: dict[Any, set[int]] = {}
-    for output in outputs:
-        values_at.setdefault(_node(output.tensor), set()).add(output.value)
-    above: dict[Any, set[int]] = {}
-    stack = [(node, False) for node in values_at]
-    while stack:
-        node, done = stack.pop()
-        parents = [parent for parent, _ in node.next_functions if parent is not None]
-        if done:
-            above[node] = set[int]().union(*(above[p] | values_at.get(p, set()) for p in parents))
-        elif node not in above:
-            stack += [(node, True), *((p, False) for p in parents if p not in above)]
-    return {value: above[node] - {value} for node, values in values_at.items() for value in values}
-
-
-def _node(tensor: Tensor) -> Any:
-    """The tensor's node in the autograd graph; a leaf's is the one that would accumulate its gradient."""
-    return tensor.grad_fn or tensor.view_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def probe_model(model: nn.Module, example: Tensor | None, seed: int) -> tuple[Tensor, Trace, Any]:

@@ -16,10 +16,11 @@ from sigcam.core.errors import ConfigError, DataError, RunError
 from sigcam.core.files import error_line
 from sigcam.core.memory import check_memory, free_memory, is_out_of_memory
 from sigcam.core.types import GridSize
+from sigcam.network.dataflow import tensors_in
 from sigcam.network.dual import DualBranch, FeaturePoints
 from sigcam.network.modules import is_within
 from sigcam.network.pass_memory import KERNELS, PassMemory, measure_pass, no_side_effects
-from sigcam.network.trace import lock_of, tensors_in
+from sigcam.network.trace import lock_of
 
 MAX_ZOOM = 1000
 
