@@ -346,8 +346,9 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=soak_count(12, 400))
+@settings(max_examples=soak_count(20, 400))
 @given(case=cases())
 def test_every_way_draws_the_map_that_explain_draws(way: str, case: Case) -> None:
     case = WAYS[way].narrowed(case)
