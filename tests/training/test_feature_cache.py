@@ -21,6 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from sigcam.core.checkpoint import work_key
 from sigcam.core.config import FitConfig
 from sigcam.core.errors import DataError
 from sigcam.data.sample import Sample, Samples
@@ -115,24 +116,7 @@ def test_labels_may_change_without_new_features(made: Any) -> None:
     assert fitted(Samples(turned, CLASSES), root)[1] == spare
 
 
-PREPROCESS = (
-    "Preprocess(height=16, width=16, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), "
-    "interpolation='bilinear', resize=None, bgr=False)"
-)
-FACTS = {
-    "model": "Gap",
-    "graph": "b09d0a16e372f625",
-    "weights": "0e457c0545bfd9bb807ede886aef5907",
-    "layer": "body",
-    "heads": ["fc"],
-    "transform": PREPROCESS,
-    "autocast": False,
-    "optimized": True,
-    "view": 1,
-}
-
-
-def test_the_key_of_a_cache_is_the_one_of_release_0_1(tmp_path: Path) -> None:
+def test_the_key_of_a_cache_holds_all_that_features_depend_on(tmp_path: Path) -> None:
     net = network()
     with torch.no_grad():
         for tensor in net.model.parameters():
@@ -143,12 +127,34 @@ def test_the_key_of_a_cache_is_the_one_of_release_0_1(tmp_path: Path) -> None:
         Image.new("RGB", (16, 16), (30 * i, 255 - 30 * i, 60 * (i % 4))).save(path)
         samples.append(Sample(path.name, partial(Image.open, path), i % 4, path=path))
     data = Samples(tuple(samples), CLASSES)
-    mirrored = find_store(tmp_path, data, (6,), "float16", FACTS)
-    assert mirrored.folder.name == "46753dafbd69e4b07fd234f5"
     fit(net, data, FitConfig(l2=0.1, views=2), cache=tmp_path / "cache")
-    folders = {entry.folder.name: entry.about for entry in list_caches(tmp_path / "cache")}
-    assert folders.keys() == {"46753dafbd69e4b07fd234f5", "eab3a4278d120e326b73f391"}
-    assert folders["46753dafbd69e4b07fd234f5"] == mirrored.facts
+    stored = list_caches(tmp_path / "cache")
+    assert {entry.about["view"] for entry in stored} == {0, 1}
+    for entry in stored:
+        facts = entry.about
+        assert (
+            facts
+            | {
+                "model": "Gap",
+                "graph": "b09d0a16e372f625",
+                "weights": "0e457c0545bfd9bb807ede886aef5907",
+                "layer": "body",
+                "heads": ["fc"],
+                "autocast": False,
+                "optimized": True,
+                "device": "cpu",
+                "threads": torch.get_num_threads(),
+                "software": work_key(None),
+                "shape": [6],
+                "precision": "float16",
+                "images": 8,
+            }
+            == facts
+        )
+        assert {"view", "transform", "outputs"} < facts.keys()
+        assert find_store(entry.folder.parent, data, (6,), "float16", facts).folder == entry.folder
+    mirrored = find_store(tmp_path, data, (6,), "float16", {"model": "Gap", "view": 1})
+    assert mirrored.folder.name == "dfdb8b0dc4324e108538b5d4"  # the same in every process and release
 
 
 # ------------------------------------------------------------------------------------------------- damage
@@ -187,6 +193,22 @@ def test_a_changed_picture_costs_its_chunk(made: Any) -> None:
     again, seen = fitted(samples, root)
     assert seen == spare + IMAGES_PER_CHUNK
     assert not torch.equal(again, weight)
+
+
+def test_a_picture_that_changes_while_features_are_computed_is_computed_again(tmp_path: Path) -> None:
+    samples, root = tree(tmp_path / "data", 24), tmp_path / "cache"
+    compute = HeadInputs.compute
+
+    def replaced(inputs: HeadInputs, images: Tensor, *args: Any) -> Tensor:
+        assert samples[0].path is not None
+        Image.new("RGB", (16, 16), (200, 10, 90)).save(samples[0].path)  # after it was read
+        return compute(inputs, images, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HeadInputs, "compute", replaced)
+        fit(network(), samples, GIVEN, cache=root)
+    again, _ = fitted(samples, root)
+    assert torch.equal(again, fitted(samples, None)[0])
 
 
 def test_a_picture_that_cannot_be_read_is_named_every_time_until_it_is_repaired(

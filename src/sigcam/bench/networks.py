@@ -17,11 +17,10 @@ from sigcam.core.errors import DataError, SigcamError
 from sigcam.core.files import hash_of
 from sigcam.core.types import Progress
 from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint, match_classes
-from sigcam.evaluation.metric_table import data_facts
 from sigcam.models.classifier import Classifier, save_classifier
-from sigcam.models.state_dict import fingerprint
 from sigcam.network.attachment import attach, load
 from sigcam.network.dual import DualBranch
+from sigcam.network.identity import classifier_facts
 from sigcam.network.opening import open_classifier, open_network
 from sigcam.training.branch import fit
 from sigcam.training.classifier import train_classifier
@@ -46,7 +45,7 @@ def network(
     if given or dataset == "ilsvrc":  # trained beforehand, or with its published head
         train = plan.train_samples(dataset, plan.train_images)
         classifier = open_classifier(plan.backbone, given, crop=False, device=plan.device)
-        folder = _folder(plan, f"{dataset}-given", train, classifier, fingerprint(classifier.model))
+        folder = _folder(plan, f"{dataset}-given", train, classifier, None)
     else:
         classifier, train, folder = _trained(plan, dataset, progress)
     settings: list[Any] = [asdict(config)]
@@ -80,13 +79,14 @@ def _trained(plan: Plan, dataset: str, progress: Progress) -> tuple[Classifier, 
     train = plan.train_samples(dataset, plan.train_images or few)
     size: Any = {"crop": False, "device": plan.device, "classes": len(train.classes), "pretrained": False}
     recipe = asdict(STAGES) if plan.classifier_recipe == "stages" else None
-    untrained = open_classifier(plan.backbone, None, **size)
+    torch.manual_seed(plan.seed)  # for the new head
+    untrained = open_classifier(plan.backbone, None, **size | {"pretrained": plan.backbone != VGG})
     name = f"{dataset}-{plan.classifier_recipe}"
     folder = _folder(plan, name, train, untrained, [plan.classifier_recipe, recipe, plan.seed])
     weights = folder / "classifier.safetensors"
     if not weights.is_file() and rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        _train(plan, train, weights, progress)
+        _train(plan, untrained, train, weights, progress)
     barrier()
     with _stored(weights):
         return open_classifier(plan.backbone, weights, **size), train, folder
@@ -94,8 +94,8 @@ def _trained(plan: Plan, dataset: str, progress: Progress) -> tuple[Classifier, 
 
 def _folder(plan: Plan, name: str, train: Samples, classifier: Classifier, settings: Any) -> Path:
     """Return the folder of a classifier, named by everything that it and its branches depend on."""
-    facts = [plan.backbone, repr(classifier.model), settings]
-    facts += data_facts(train, classifier.transform, torch.device(plan.device))
+    facts = [classifier_facts(classifier), classifier.classes, settings]
+    facts += [data_fingerprint(train), files_fingerprint(train)]
     return plan.output / "models" / f"{name}-{work_key(facts)[:8]}"
 
 
@@ -108,13 +108,12 @@ def _stored(file: Path) -> Iterator[None]:
         raise DataError(f"{error} It was kept by an earlier run: remove {file} and run again.") from error
 
 
-def _train(plan: Plan, train: Samples, weights: Path, progress: Progress) -> None:
+def _train(plan: Plan, classifier: Classifier, train: Samples, weights: Path, progress: Progress) -> None:
     """Train the classifier of the plan and write it."""
-    torch.manual_seed(plan.seed)  # for the new head
     if plan.backbone == VGG:
+        torch.manual_seed(plan.seed)
         classifier = open_vgg(plan, train, progress)
     else:
-        classifier = open_classifier(plan.backbone, None, False, plan.device, len(train.classes))
         train_probe(classifier, train, seed=plan.seed, workers=plan.workers, progress=progress)
         if plan.classifier_recipe == "stages":  # after the probe: a random head would disturb the features
             checkpoint = weights.with_name("checkpoint.pt")

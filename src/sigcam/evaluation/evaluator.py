@@ -75,7 +75,16 @@ def evaluate(
     table = MetricTable(specs, variants, evaluator.scorers, intervals)
     table.check_rows(len(samples))
     path = None if unfinished is None else Path(unfinished)
-    options = list(specs), class_from, evaluator.scorers, zoom, variants, intervals, batch_size
+    options = (
+        list(specs),
+        class_from,
+        evaluator.scorers,
+        zoom,
+        variants,
+        intervals,
+        batch_size,
+        skip_unreadable,
+    )
     checkpoint = EvalCheckpoint(path, path and [evaluation_facts(net, samples, transform), options], table)
 
     local = Samples(tuple(samples[i] for i in _local_indices(len(samples), batch_size)), samples.classes)

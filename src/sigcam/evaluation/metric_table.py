@@ -19,8 +19,8 @@ from sigcam.evaluation.batch import NO_MAPS, Variant
 from sigcam.evaluation.registry import BatchRecord, MetricSpec
 from sigcam.evaluation.result import MetricKey, Metrics, Result, Row, metric_rows
 from sigcam.metrics.base import ImageMetric
-from sigcam.models.state_dict import fingerprint
 from sigcam.network.dual import DualBranch
+from sigcam.network.identity import network_facts
 
 
 class MetricTable:
@@ -127,13 +127,5 @@ class EvalCheckpoint(Checkpoint):
 
 
 def evaluation_facts(net: DualBranch, samples: Samples, transform: Any) -> list[Any]:
-    """Everything about a network, the samples and this machine that numbers depend on."""
-    weights = fingerprint(net.original), fingerprint(net.sigmoid)
-    structure = repr(net.original), repr(net.split), net.model is net.original
-    return [*weights, *structure, *data_facts(samples, transform, net.device)]
-
-
-def data_facts(samples: Samples, transform: Any, device: torch.device) -> list[Any]:
-    """Everything but the network that numbers depend on: samples, preprocessing, machine."""
-    images = data_fingerprint(samples), files_fingerprint(samples), str(transform)
-    return [*images, device.type, torch.get_num_threads(), versions()]
+    """Return everything about a network, the samples and this machine that numbers depend on."""
+    return [network_facts(net, transform), data_fingerprint(samples), files_fingerprint(samples)]

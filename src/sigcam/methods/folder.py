@@ -17,8 +17,8 @@ from sigcam.methods.explainer import explain
 from sigcam.methods.explanation import Explanation
 from sigcam.methods.inputs import Classes, ImageSource
 from sigcam.methods.registry import MapConfig
-from sigcam.models.state_dict import fingerprint
 from sigcam.network.dual import DualBranch
+from sigcam.network.identity import network_facts
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ def explain_samples(
         sample.id: exact_stamp(sample.path) if sample.path else source_stamp(sample.open)
         for sample in samples
     }
-    weights = [fingerprint(net.original), fingerprint(net.sigmoid), repr(net.split), str(net.transform)]
     drawn = [vars(config), classes, threshold, captions]
-    checkpoint = Checkpoint(output / ".explain.checkpoint", [drawn, weights])
+    facts = {"drawn": drawn, **network_facts(net, net.transform)}
+    checkpoint = Checkpoint(output / ".explain.checkpoint", facts)
     lines = dict[str, str]()  # of the checkpoint, by id: as JSON, which is fast to save
     rows = dict[str, dict[str, Any]]()
     for line in (checkpoint.load() or {"images": []})["images"]:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,8 +67,3 @@ def seed_of(*parts: int | str) -> int:
     """Return a seed for torch's generators that depends on all the parts."""
     text = json.dumps(parts).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
-
-
-def transform_name(transform: Transform | None) -> str:
-    """Describe a transform in the same words in every process: its repr without memory addresses."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(transform))

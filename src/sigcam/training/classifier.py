@@ -23,11 +23,11 @@ from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint
 from sigcam.models.classifier import Classifier
 from sigcam.models.preprocess import Transform
-from sigcam.models.state_dict import fingerprint
+from sigcam.network.identity import classifier_facts
 from sigcam.network.modules import run_model
 from sigcam.network.split import find_split
 from sigcam.network.trace import chunks, logits_of
-from sigcam.training.augmentation import SeededTransform, augmented, seed_of, transform_name, with_seed
+from sigcam.training.augmentation import SeededTransform, augmented, seed_of, with_seed
 from sigcam.training.settings import check_train_config
 
 CLASSIFIER_EPOCHS = 10
@@ -77,7 +77,7 @@ def train_classifier(
     config = check_train_config(config or TrainConfig())
     model, epochs = classifier.model, config.epochs or CLASSIFIER_EPOCHS
     trained = _trained_names(model, config)
-    saved = Checkpoint(checkpoint, _facts(classifier, samples, config) if checkpoint else {})
+    saved = Checkpoint(checkpoint, _facts(classifier, samples, config, val) if checkpoint else {})
     history, skipped = list[Epoch](), dict[str, str]()
 
     def result() -> TrainResult:
@@ -114,15 +114,16 @@ def _report(progress: Progress | None, total: int, before: int, done: int) -> No
         progress("training", before + done, total)
 
 
-def _facts(classifier: Classifier, samples: Samples, config: TrainConfig) -> dict[str, Any]:
+def _facts(
+    classifier: Classifier, samples: Samples, config: TrainConfig, val: Samples | None
+) -> dict[str, Any]:
     """Return what a run must share with the one it resumes; more epochs only continue it."""
     irrelevant = {"epochs", "workers", "pretrained"}
     return {
-        "model": classifier.name,
-        "weights": fingerprint(classifier.model),
+        **classifier_facts(classifier),
         "labels": data_fingerprint(samples),
         "files": files_fingerprint(samples),
-        "preprocessing": transform_name(classifier.transform),
+        "validation": None if val is None else [data_fingerprint(val), files_fingerprint(val)],
         **{name: value for name, value in asdict(config).items() if name not in irrelevant},
     }
 

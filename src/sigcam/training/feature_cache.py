@@ -1,7 +1,8 @@
 """The feature cache on disk: what enters the head, computed once per image and view.
 
 A cache is a folder named after a hash of everything the features depend on: the classifier's weights, the
-layer, the preprocessing, the view, the precision and the list of images. `features.bin` holds one row per
+layer, the preprocessing, the view, the precision, the list of images, the versions of packages and of this
+code, and what comes out for a test input. `features.bin` holds one row per
 image, `sums.bin` a checksum per chunk of rows. A checksum covers the chunk's rows and the size and date of
 its image files, and is written after the rows. After a kill, a flipped byte or a changed image, exactly the
 affected chunks are computed again. Several processes may fill one cache, each its own chunks.
@@ -14,6 +15,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,6 +60,12 @@ class FeatureStore:
     def width(self) -> int:
         """Numbers per image."""
         return torch.Size(self.shape).numel()
+
+    @cached_property
+    def stamps(self) -> list[str]:
+        """Id, size and date of each image file, taken before the first image is read: one that changes while
+        features are computed is computed again by the next run."""
+        return [f"{sample.id}\0{file_stamp(sample.path) if sample.path else ''}" for sample in self.samples]
 
     def is_allocated(self) -> bool:
         """Return whether the file has its full size; chunks may be missing all the same."""
@@ -104,9 +112,8 @@ class FeatureStore:
 
     def _sum(self, chunk: int, data: bytes | memoryview) -> bytes:
         digest = hashlib.blake2b(digest_size=SUM)
-        for sample in self.samples[chunk * IMAGES_PER_CHUNK : (chunk + 1) * IMAGES_PER_CHUNK]:
-            stamp = file_stamp(sample.path) if sample.path else ""
-            digest.update(f"{sample.id}\0{stamp}".encode(errors="surrogateescape"))
+        for stamp in self.stamps[chunk * IMAGES_PER_CHUNK : (chunk + 1) * IMAGES_PER_CHUNK]:
+            digest.update(stamp.encode(errors="surrogateescape"))
         digest.update(data)
         return digest.digest()
 

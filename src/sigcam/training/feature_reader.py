@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from sigcam.core.checkpoint import work_key
 from sigcam.core.config import FitConfig
 from sigcam.core.distributed import all_gather, barrier, local_batches, rank, world_size
 from sigcam.core.errors import AttachError, DataError
@@ -20,6 +21,7 @@ from sigcam.data.sample import Sample, Samples
 from sigcam.models.preprocess import Preprocess, Transform
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.dual import DualBranch, linear_weight
+from sigcam.network.identity import hash_of_tensors, machine_facts, noise_input, transform_facts
 from sigcam.network.optimize import optimized
 from sigcam.network.trace import chunks
 from sigcam.training.feature_cache import DTYPES, IMAGES_PER_CHUNK, FeatureStore, check_space, find_store
@@ -60,22 +62,26 @@ class HeadInputs:
         except AttachError:  # the model cannot be copied
             return net
 
-    @torch.no_grad()
     def compute(self, images: Tensor, config: FitConfig, who: str) -> Tensor:
         """Return the head's input (B, ...) for images (B, 3, H, W), on the CPU, in the cache's precision;
         errors call the images `who`."""
-        net = self.fast_net
-        dtype = next(net.model.parameters()).dtype if images.is_floating_point() else images.dtype
-        images = images.to(net.device, dtype, non_blocking=True)
-        half = torch.bfloat16 if net.device.type == "cpu" else torch.float16
-        with torch.autocast(net.device.type, dtype=half, enabled=config.autocast):
-            exact = torch.cat([_reduced(net(part).pooled, self.linear).float() for part in chunks(images)])
+        exact = self.exact(images, config)
         rows = exact.to(DTYPES[config.precision]).cpu()
         if not bool(torch.isfinite(rows).all()):
             if bool(torch.isfinite(exact).all()):
                 raise DataError(f"features of {who} are too large for float16: set precision to bfloat16.")
             raise DataError(f"features are not finite among {who}: check images and weights.")
         return rows
+
+    @torch.no_grad()
+    def exact(self, images: Tensor, config: FitConfig) -> Tensor:
+        """Return the head's input (B, ...) before it is rounded to the cache's precision."""
+        net = self.fast_net
+        dtype = next(net.model.parameters()).dtype if images.is_floating_point() else images.dtype
+        images = images.to(net.device, dtype, non_blocking=True)
+        half = torch.bfloat16 if net.device.type == "cpu" else torch.float16
+        with torch.autocast(net.device.type, dtype=half, enabled=config.autocast):
+            return torch.cat([_reduced(net(part).pooled, self.linear).float() for part in chunks(images)])
 
 
 def _reduced(pooled: Tensor, linear: bool) -> Tensor:
@@ -215,9 +221,12 @@ class FeatureReader:
             "weights": fingerprint(net.original),
             "layer": net.split.layer,
             "heads": list(net.split.heads),
-            "transform": str(self.transform),
+            "transform": transform_facts(self.transform),
             "autocast": config.autocast,
             "optimized": net.model is not net.original,
+            "outputs": hash_of_tensors([self.inputs.exact(noise_input(net), config)]),
+            **machine_facts(net.device),
+            "software": work_key(None),
         }
         find = partial(find_store, cache, self.samples, self.inputs.shape, config.precision)
         stores = [find({**facts, "view": view}) for view in views]

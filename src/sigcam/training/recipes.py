@@ -23,10 +23,10 @@ from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint
 from sigcam.metrics.classification import Quality, average_precision, both_ways, quality_of
 from sigcam.models.preprocess import Transform
-from sigcam.models.state_dict import fingerprint
 from sigcam.network.dual import DualBranch, linear_weight
+from sigcam.network.identity import network_facts
 from sigcam.network.trace import chunks
-from sigcam.training.augmentation import augmented, transform_name
+from sigcam.training.augmentation import augmented
 from sigcam.training.features import TrainingData, batches_of, check_batch, length_of, preprocessing
 from sigcam.training.logistic import Solution, find_axes, solve
 from sigcam.training.loss import as_targets, balanced_bce
@@ -276,11 +276,9 @@ def _checkpoint(
         return Checkpoint(None, {})
     facts = {
         "config": asdict(config),
-        "backbone": fingerprint(net.original),
-        "branch": fingerprint(net.sigmoid),
+        **network_facts(net, transform or net.transform),
         "labels": data_fingerprint(data),
         "files": files_fingerprint(data),
-        "preprocessing": transform_name(transform or net.transform),
     }
     return Checkpoint(cache / f"recipe-{hash_of(facts)[:24]}.pt", facts)
 
