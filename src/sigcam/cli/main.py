@@ -27,8 +27,10 @@ def main() -> None:
     words, show = _without_traceback(sys.argv[1:])
     _escape_unprintable()
     try:
-        with _sigterm_as_interrupt():
+        with _sigterm_as_interrupt() as received:
             status = build_app()(words or ["--help"], standalone_mode=False)
+            if status == 130:  # typer's, for an interrupt before the command's own code began
+                raise Terminated if received else KeyboardInterrupt
             for stream in filter(None, (sys.stdout, sys.stderr)):  # None where they are closed
                 stream.flush()
     except BrokenPipeError:
@@ -103,21 +105,24 @@ def _escape_unprintable() -> None:
 
 
 @contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM, which service managers and schedulers send, end the block as Ctrl-C does."""
+def _sigterm_as_interrupt() -> Iterator[list[int]]:
+    """Let SIGTERM, which service managers and schedulers send, end the block as Ctrl-C does; yield the
+    list of signals received."""
+    received = list[int]()
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         if hasattr(signal, "SIGCHLD"):  # torch's handler raises if a worker received it, too
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        received.append(number)
         raise Terminated
 
     try:
         before = signal.signal(signal.SIGTERM, stop)
     except ValueError:  # not in the main thread
-        yield
+        yield received
         return
     try:
-        yield
+        yield received
     finally:
         signal.signal(signal.SIGTERM, before)
 
