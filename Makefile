@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test quick bench docs clean
+.PHONY: demo test quick soak bench docs clean
 
 demo: .venv/demo.done
 	@$(BIN)/sigcam demo --output sigcam-demo
@@ -13,6 +13,10 @@ test: .venv/dev.done
 
 quick: .venv/dev.done
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check --quick
+
+SOAKED := test_differential test_staleness test_faults test_fuzz
+soak: .venv/dev.done
+	@SIGCAM_SOAK=1 $(BIN)/pytest -n 2 $(SOAKED:%=tests/contracts/%.py)
 
 docs: .venv/dev.done
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/build-docs
