@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sigcam.core.errors import DataError
 from sigcam.data.images import open_brightness, open_image, read_image_size
 from sigcam.data.sample import Box, Sample, Samples
-from sigcam.data.text_files import check_box, numbered_lines
+from sigcam.data.text_files import check_box, check_inside, is_file, numbered_lines, quoted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,11 +46,12 @@ def cub(root: str | Path, *, split: str = "train") -> Samples:
                 raise DataError(f"{where} has no line in {name}: add one that begins with {number}.")
         line, code = splits[number]
         if code not in CUB_SPLITS.values():
-            raise DataError(f"{home / SPLIT_LIST} line {line}: {code!r} is not 0 or 1.")
+            raise DataError(f"{home / SPLIT_LIST} line {line}: {quoted(code)} is not 0 or 1.")
         if code != CUB_SPLITS[split]:
             continue
+        check_inside(id, where)
         file = home / "images" / id
-        if not file.is_file():
+        if not is_file(file):
             raise DataError(f"{where} is not in {home / 'images'}: add it, or remove its lines.")
         line, label = labels[number]
         if label not in label_of:
@@ -61,7 +62,7 @@ def cub(root: str | Path, *, split: str = "train") -> Samples:
             line, text = boxes[number]
             box = _parse_box(text, file, f"{home / BOX_LIST} line {line}: image {id}")
         mask = (masks / id).with_suffix(".png") if masks else None
-        open_mask = partial(open_segmentation, mask) if mask and mask.is_file() else None
+        open_mask = partial(open_segmentation, mask) if mask and is_file(mask) else None
         image = partial(open_image, file, upright=False)
         items.append(Sample(id, image, label_of[label], (box,) if box else None, open_mask, path=file))
     if not items:
@@ -92,7 +93,7 @@ def _rows(path: Path) -> CubRows:
     for line, text in numbered_lines(path):
         number, _, rest = text.partition(" ")
         if not number.isdecimal() or not rest.strip():
-            raise DataError(f"{path} line {line}: {text!r} does not begin with a number and a space.")
+            raise DataError(f"{path} line {line}: {quoted(text)} does not begin with a number and a space.")
         if number in rows:
             raise DataError(f"{path} line {line}: {number} is in line {rows[number][0]} already.")
         rows[number] = line, rest.strip()
@@ -105,7 +106,7 @@ def _parse_box(text: str, image: Path, where: str) -> Box:
     try:
         x, y, width, height = map(float, text.split())
     except ValueError:
-        raise DataError(f"{where} has {text!r}, which is not x, y, width and height.") from None
+        raise DataError(f"{where} has {quoted(text)}, which is not x, y, width and height.") from None
     if not math.isfinite(x + width + y + height) or min(x, y, width, height) < 0:
         raise DataError(f"{where} has a box {text} that is inverted or begins outside the image.")
     box = int(x), int(y), int(x + width), int(y + height)

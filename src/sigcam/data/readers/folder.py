@@ -1,6 +1,7 @@
 """Class folders of images, optionally with boxes in boxes.csv."""
 
 import csv
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -9,7 +10,7 @@ from pathlib import Path
 from sigcam.core.errors import DataError
 from sigcam.data.images import is_image, list_images, open_image, read_image_size
 from sigcam.data.sample import Box, Sample, Samples
-from sigcam.data.text_files import check_box, read_text, whole_numbers
+from sigcam.data.text_files import check_box, check_length, is_file, quoted, read_text, whole_numbers
 
 BOXES_CSV = "boxes.csv"
 SPLIT_FOLDERS = {  # folder names to try, in order: many data sets have only one of val and test
@@ -71,10 +72,10 @@ def _with_boxes(samples: Samples, homes: Sequence[Path]) -> Samples:
     for line, image, box, name in _box_rows(file):
         where, path = f"{file} line {line}: image {image}", file.parent / image
         sample = sample_of.get(str(path))
-        if sample is None and (file.parent == homes[0] or not path.is_file()):
+        if sample is None and (file.parent == homes[0] or not is_file(path)):
             raise DataError(f"{where} is not in {file.parent}: correct its path, or remove the line.")
         if name and name not in labels:
-            raise DataError(f"{where} has a box of class {name!r}, and no class folder has that name.")
+            raise DataError(f"{where} has a box of class {quoted(name)}, and no class folder has that name.")
         if sample is None or (name and labels[name] != sample.label):
             continue  # of another split, or of another object in the image
         check_box(box, size_of(path), where)
@@ -85,17 +86,21 @@ def _with_boxes(samples: Samples, homes: Sequence[Path]) -> Samples:
 
 def _box_rows(file: Path) -> Iterator[tuple[int, str, Box, str]]:
     """Yield (line number, image, box, class name or "") of each line; a header line is skipped."""
-    reader = csv.reader(read_text(file).splitlines())
+    reader = csv.reader(io.StringIO(read_text(file)))
     try:
         rows = [(reader.line_num, row) for row in reader]
     except csv.Error as error:
         raise DataError(f"{file} line {reader.line_num}: {error}: look for an open quote.") from error
     for line, row in rows:
+        text = ",".join(row)
+        check_length(text, f"{file} line {line}")
+        if "\n" in text:
+            raise DataError(f"{file} line {line}: {quoted(text)} is several lines: look for an open quote.")
         fields = [field.strip() for field in row]
         if not any(fields) or (line == 1 and fields[:2] == ["image", "x0"]):
             continue
         if len(fields) not in (5, 6) or not fields[0]:
-            raise DataError(f"{file} line {line}: {','.join(row)!r} is not image,x0,y0,x1,y1[,class].")
+            raise DataError(f"{file} line {line}: {quoted(text)} is not image,x0,y0,x1,y1[,class].")
         x0, y0, x1, y1 = whole_numbers(fields[1:5], "x0,y0,x1,y1", f"{file} line {line}: image {fields[0]}")
         yield line, fields[0], (x0, y0, x1, y1), "".join(fields[5:])
 

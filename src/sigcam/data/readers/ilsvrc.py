@@ -9,7 +9,7 @@ from sigcam.core.errors import DataError
 from sigcam.core.types import ImageSize
 from sigcam.data.images import is_image, list_images, open_image, read_image_size
 from sigcam.data.sample import Box, Sample, Samples
-from sigcam.data.text_files import check_box, numbered_lines
+from sigcam.data.text_files import MAX_SIDE, check_box, numbered_lines
 
 Objects = list[tuple[str, Box]]  # synset and box of each object in an XML file
 SYNSET = re.compile(r"n\d{8}")
@@ -29,24 +29,26 @@ def ilsvrc(root: str | Path, *, split: str = "train") -> Samples:
         splits = ", ".join(name for name in ("train", "val") if _image_folder(root, name))
         raise DataError(f"{root} has no split {split!r}: it has {splits or 'neither train nor val'}.")
     xml_folder = _xml_folder(root, home.name)
-    xml_files = {path.stem: path for path in xml_folder.rglob("*.xml")} if xml_folder else {}
-    entries = list[tuple[Path, str, Objects, ImageSize | None]]()
+    xml_files = dict[str, list[Path]]()
+    for path in sorted(xml_folder.rglob("*.xml")) if xml_folder else ():
+        xml_files.setdefault(path.stem, []).append(path)
+    entries = list[tuple[Path, str, Objects, ImageSize | None, Path | None]]()
     for image in list_images(home):
-        xml = xml_files.get(image.stem)
+        xml = _box_file(image, xml_files.get(image.stem, []))
         objects, size = read_box_file(xml) if xml else (Objects(), None)
-        entries.append((image, _synset(home, image, xml, objects), objects, size))
+        entries.append((image, _synset(home, image, xml, objects), objects, size, xml))
     if not entries:
         raise DataError(f"{home} holds no images.")
-    classes = _classes(root) or sorted({synset for _, synset, _, _ in entries})
+    classes = _classes(root) or sorted({synset for _, synset, *_ in entries})
     label_of = {synset: label for label, synset in enumerate(classes)}
     items = list[Sample]()
-    for image, synset, objects, size in entries:
+    for image, synset, objects, size, xml in entries:
         if synset not in label_of:
             raise DataError(f"{image} is of class {synset}, which is not in {_image_folder(root, 'train')}.")
         boxes = tuple(box for name, box in objects if name == synset) or None
         if boxes and not size:
             for box in boxes:
-                check_box(box, read_image_size(image, upright=False), f"{xml_files[image.stem]}: the image")
+                check_box(box, read_image_size(image, upright=False), f"{xml}: the image")
         id, opener = image.relative_to(home.parent).as_posix(), partial(open_image, image, upright=False)
         items.append(Sample(id, opener, label_of[synset], boxes, size=size if boxes else None, path=image))
     return Samples(tuple(items), tuple(classes))
@@ -70,7 +72,7 @@ def read_box_file(path: Path) -> tuple[Objects, ImageSize | None]:
 
     try:
         tree = ElementTree.parse(path).getroot()
-        width, height = (int(tree.findtext(f"size/{name}", "0")) for name in ("width", "height"))
+        width, height = (_side(tree.findtext(f"size/{name}", "0")) for name in ("width", "height"))
         objects = Objects()
         for element in tree.findall("object"):
             corners = (element.findtext(f"bndbox/{name}", "") for name in ("xmin", "ymin", "xmax", "ymax"))
@@ -79,8 +81,26 @@ def read_box_file(path: Path) -> tuple[Objects, ImageSize | None]:
             y0, y1 = _clip(y0, y1, height)
             objects.append((element.findtext("name", "").strip(), (x0, y0, x1, y1)))
     except (ElementTree.ParseError, ValueError, OverflowError, LookupError, OSError) as error:
-        raise DataError(f"cannot read the boxes of {path}: {error}.") from error
+        raise DataError(f"cannot read the boxes of {path}: {str(error)[:300]}.") from error
     return objects, ImageSize(width, height) if width > 0 and height > 0 else None
+
+
+def _side(text: str) -> int:
+    """Return a width or a height; 0 or less if it is not known."""
+    if int(text) > MAX_SIDE:
+        raise ValueError(f"an image has no {text} pixels in a row")
+    return int(text)
+
+
+def _box_file(image: Path, named_alike: list[Path]) -> Path | None:
+    """Return the XML file of an image: the one of its name, or that in a folder of its folder's name."""
+    if len(named_alike) < 2:
+        return next(iter(named_alike), None)
+    beside = [path for path in named_alike if path.parent.name == image.parent.name]
+    if len(beside) != 1:
+        files = f"{named_alike[0]} and {named_alike[1]}"
+        raise DataError(f"cannot tell which is the box file of {image}, {files}: name their folders alike.")
+    return beside[0]
 
 
 def _clip(start: int, end: int, length: int) -> tuple[int, int]:
@@ -109,7 +129,7 @@ def _classes(root: Path) -> list[str]:
     """Return the sorted synset ids of LOC_synset_mapping.txt, else of the train folder, else nothing."""
     file = next((f for f in (root / SYNSET_LIST, root.parent / SYNSET_LIST) if f.is_file()), None)
     if file is not None:
-        return sorted(text.split()[0] for _, text in numbered_lines(file))
+        return sorted({text.split()[0] for _, text in numbered_lines(file)})
     home = _image_folder(root, "train")
     return sorted(e.name for e in home.iterdir() if SYNSET.fullmatch(e.name)) if home else []
 

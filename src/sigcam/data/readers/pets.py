@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sigcam.core.errors import DataError
 from sigcam.data.images import open_image, open_levels
 from sigcam.data.sample import Sample, Samples
-from sigcam.data.text_files import MAX_CLASSES, is_whole_number, numbered_lines
+from sigcam.data.text_files import MAX_CLASSES, check_inside, is_file, is_whole_number, numbered_lines, quoted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,10 +41,11 @@ def pets(root: str | Path, *, split: str = "train") -> Samples:
                 raise DataError(f"{where} has class {label + 1}; {breed} is {label_of[breed] + 1} elsewhere.")
             if name != split:
                 continue
+            check_inside(id, where)
             image, trimap = root / "images" / f"{id}.jpg", home / "trimaps" / f"{id}.png"
-            if not image.is_file():
+            if not is_file(image):
                 raise DataError(f"{where} is not in {root / 'images'}: add it, or remove the line.")
-            mask = partial(open_trimap, trimap) if trimap.is_file() else None
+            mask = partial(open_trimap, trimap) if is_file(trimap) else None
             items.append(Sample(id, partial(open_image, image, upright=False), label, None, mask, path=image))
     if not items:
         raise DataError(f"{home / LISTS[split]} lists no images.")
@@ -80,7 +81,7 @@ def _entries(path: Path) -> list[tuple[int, str, int]]:
         fields = text.split()
         if len(fields) < 2 or not is_whole_number(fields[1]) or not 1 <= int(fields[1]) <= MAX_CLASSES:
             raise DataError(
-                f"{path} line {line}: {text!r} is not a name and a class from 1 to {MAX_CLASSES}."
+                f"{path} line {line}: {quoted(text)} is not a name and a class from 1 to {MAX_CLASSES}."
             )
         if line_of.setdefault(fields[0], line) != line:
             raise DataError(f"{path} line {line}: image {fields[0]} is in line {line_of[fields[0]]} already.")

@@ -16,7 +16,16 @@ from sigcam.core.errors import DataError
 from sigcam.core.types import ImageSize
 from sigcam.data.images import open_image, open_masks, read_image_size
 from sigcam.data.sample import Box, Sample, Samples
-from sigcam.data.text_files import MAX_CLASSES, check_box, numbered_lines, whole_numbers
+from sigcam.data.text_files import (
+    MAX_CLASSES,
+    MAX_SIDE,
+    check_box,
+    check_inside,
+    is_file,
+    numbered_lines,
+    quoted,
+    whole_numbers,
+)
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -150,7 +159,7 @@ def _image_files(root: Path, id_list: Path, split: str, ids: Mapping[str, int]) 
         tried = ", ".join(str(folder) for folder in folders if folder.is_dir())
         raise DataError(f"{id_list}: none of its images is there, e.g. {next(iter(ids))}: looked in {tried}.")
     for id, line in ids.items():
-        if not (home / id).is_file():
+        if not is_file(home / id):
             raise DataError(f"{id_list} line {line}: image {id} is not in {home}: add it there.")
     return {id: home / id for id in ids}
 
@@ -158,7 +167,7 @@ def _image_files(root: Path, id_list: Path, split: str, ids: Mapping[str, int]) 
 def _folder_with(folders: Iterable[Path], names: Sequence[str]) -> Path | None:
     """Return the first folder that holds the first of the names that is in any folder."""
     folders = [folder for folder in folders if folder.is_dir()]
-    return next((f for name in names[:100] for f in folders if (f / name).is_file()), None)
+    return next((f for name in names[:100] for f in folders if is_file(f / name)), None)
 
 
 def _class_names(home: Path, labels: Sequence[int]) -> tuple[str, ...]:
@@ -169,7 +178,7 @@ def _class_names(home: Path, labels: Sequence[int]) -> tuple[str, ...]:
     line_of = dict[str, int]()
     for number, name in _lines(file):
         if line_of.setdefault(name, number) != number:
-            raise DataError(f"{file} line {number}: class {name!r} is in line {line_of[name]} already.")
+            raise DataError(f"{file} line {number}: class {quoted(name)} is in line {line_of[name]} already.")
     return tuple(line_of)
 
 
@@ -202,8 +211,7 @@ def _read_ids(path: Path) -> dict[str, int]:
     for number, id in _lines(path):
         if ids.setdefault(id, number) != number:
             raise DataError(f"{path} line {number}: image {id} is in line {ids[id]} already: remove one.")
-        if ".." in id.split("/") or Path(id).is_absolute():
-            raise DataError(f"{path} line {number}: image {id} is not a path below the folder of images.")
+        check_inside(id, f"{path} line {number}: image {id}")
     if not ids:
         raise DataError(f"{path} lists no images: write one id per line.")
     return ids
@@ -229,6 +237,8 @@ def _read_sizes(path: Path) -> dict[str, ImageSize]:
         size = ImageSize(width, height)
         if not width or not height:
             raise DataError(f"{path} line {number}: image {id} is {_by(size)}: it has no pixels.")
+        if max(size) > MAX_SIDE:
+            raise DataError(f"{path} line {number}: image {id} is {_by(size)}: no image is so large.")
         if sizes.setdefault(id, size) != size:
             raise DataError(f"{path} line {number}: image {id} is {_by(size)} here, else {_by(sizes[id])}.")
     return sizes
@@ -248,14 +258,15 @@ def _read_masks(path: Path, lines: Sequence[WsolLine], folders: Sequence[Path]) 
     for number, text in lines:
         parts = [part.strip() for part in text.rsplit(",", 2)]
         if len(parts) != 3:
-            raise DataError(f"{path} line {number}: {text!r} is not <id>,<mask>,<ignore mask>.")
+            raise DataError(f"{path} line {number}: {quoted(text)} is not <id>,<mask>,<ignore mask>.")
         rows.append((number, parts[0], parts[1], parts[2]))
     home = _folder_with(folders, [mask for _, _, mask, _ in rows if mask]) or folders[0]
     for number, id, mask, ignore in rows:
         if not mask:
             raise DataError(f"{path} line {number}: image {id} has no mask: name its file.")
         for name, files in zip((mask, ignore), masks.setdefault(id, ([], [])), strict=True):
-            if name and not (home / name).is_file():
+            check_inside(name, f"{path} line {number}: image {id}: its mask {name}")
+            if name and not is_file(home / name):
                 raise DataError(f"{path} line {number}: image {id}: its mask {name} is not in {home}.")
             if name:
                 files.append(home / name)
@@ -267,7 +278,7 @@ def _number_rows(path: Path, count: int, layout: str) -> Iterator[tuple[int, str
     for number, text in _lines(path):
         id, *fields = (part.strip() for part in text.rsplit(",", count))
         if len(fields) != count or not id:
-            raise DataError(f"{path} line {number}: {text!r} is not {layout}.")
+            raise DataError(f"{path} line {number}: {quoted(text)} is not {layout}.")
         yield number, id, whole_numbers(fields, layout, f"{path} line {number}: image {id}")
 
 
