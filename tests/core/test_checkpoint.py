@@ -96,3 +96,21 @@ def test_finished_work_leaves_no_file(tmp_path: Path) -> None:
 
 def test_the_code_fingerprint_is_stable_within_a_process() -> None:
     assert code_fingerprint() == code_fingerprint() and len(code_fingerprint()) == 32
+
+
+def test_no_flipped_byte_changes_the_state_that_is_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    Checkpoint(path, FACTS).save({"weight": torch.arange(64.0), "rows": ["a"] * 20})
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+        state = Checkpoint(path, FACTS).load()
+        assert state is None or (
+            torch.equal(state["weight"], torch.arange(64.0)) and state["rows"] == ["a"] * 20
+        )
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"\x80\x02]", b"\x80\x02U", bytes(200)])
+def test_a_file_of_anything_else_does_not_resume(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "state.pt").write_bytes(content)
+    assert Checkpoint(tmp_path / "state.pt", FACTS).load() is None

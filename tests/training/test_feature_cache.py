@@ -421,3 +421,13 @@ def test_a_recipe_with_changed_labels_files_or_preprocessing_starts_anew(tmp_pat
         net.transform = Preprocess(16, 16, mean=(0.4, 0.4, 0.4))
     fit(net, samples, config, cache=tmp_path / "cache", progress=lambda s, d, t: stages.append(s))
     assert list(dict.fromkeys(stages)) == ["epoch 1", "epoch 2"]
+
+
+@pytest.mark.parametrize("about", ["[1]", '"x"', "7", "null", "{", "[" * 100_000])
+def test_a_cache_with_a_damaged_description_is_listed_and_can_be_removed(tmp_path: Path, about: str) -> None:
+    folder = tmp_path / ("a" * 24)
+    folder.mkdir()
+    (folder / "sums.bin").touch()
+    (folder / "about.json").write_text(about)
+    (entry,) = list_caches(tmp_path)
+    assert entry.about == {} and clear_caches(tmp_path)[0].folder == folder

@@ -14,7 +14,7 @@ from sigcam.bench.figures import draw_figures
 from sigcam.bench.overhead import overhead
 from sigcam.bench.plan import Plan
 from sigcam.bench.registry import DATASETS, FINE_DATASETS, TABLES, targets
-from sigcam.bench.render import html, write_table
+from sigcam.bench.render import html, markdown, write_table
 from sigcam.core.distributed import process_group, rank, world_size
 from sigcam.core.errors import ConfigError, DataError, SigcamError
 from sigcam.core.files import check_writable, parse_json, write_text_atomic
@@ -105,9 +105,10 @@ def _read_result(path: Path) -> dict[str, Any] | None:
     """Return the result in the file; None, with a warning if it is damaged, when there is none."""
     if not path.is_file():
         return None
-    with suppress(ValueError):
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
         result = parse_json(path.read_text())
-        if isinstance(result, dict) and "table" in result:
+        if isinstance(result, dict) and result["table"] == path.stem:
+            markdown(result)  # raises if a part is missing, or is no number
             return result
     log.warning("%s is damaged and left off the page: make it again, or remove it.", path)
     return None

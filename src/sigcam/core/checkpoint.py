@@ -1,13 +1,16 @@
 """Checkpoint: the state of unfinished work in one file, resumed only by exactly the same work."""
 
-import pickle
+import hashlib
+import os
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from sigcam.core.files import atomic_path, hash_of
 from sigcam.core.manifest import versions
+
+CHECKSUM = 16  # bytes at the end of a file
 
 
 class Checkpoint:
@@ -47,9 +50,12 @@ class Checkpoint:
         if self.path is None or not self.path.is_file():
             return None, None
         try:
-            content = torch.load(self.path, map_location=map_location, weights_only=True)
+            with self.path.open("rb") as file:
+                if not _is_whole(file):  # torch.load takes flipped bytes as they are
+                    return None, None
+                content = torch.load(file, map_location=map_location, weights_only=True)
             return dict(content["facts"]), dict(content["state"])
-        except (RuntimeError, pickle.UnpicklingError, KeyError, TypeError, ValueError, EOFError, OSError):
+        except Exception:  # a damaged pickle raises almost anything
             return None, None
 
     def save(self, state: dict[str, Any]) -> None:
@@ -59,14 +65,36 @@ class Checkpoint:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(self.path) as draft, draft.open("wb") as file:  # given a path, torch hides the cause
+        with (
+            atomic_path(self.path) as draft,
+            draft.open("w+b") as file,
+        ):  # given a path, torch hides the cause
             torch.save({"facts": self._facts, "state": state}, file)
+            file.write(_checksum(file, file.tell()))
 
     def remove(self) -> None:
         """Delete the file once the work is done."""
         if self.path is not None:
             with suppress(OSError):
                 self.path.unlink()
+
+
+def _is_whole(file: BinaryIO) -> bool:
+    """Return whether the file ends in the checksum of what is before; go back to its beginning."""
+    size = file.seek(0, os.SEEK_END) - CHECKSUM
+    whole = size > 0 and _checksum(file, size) == file.read()
+    file.seek(0)
+    return whole
+
+
+def _checksum(file: BinaryIO, size: int) -> bytes:
+    """Return a hash of the first bytes of a file; stop behind them."""
+    digest = hashlib.blake2b(digest_size=CHECKSUM)
+    file.seek(0)
+    while size and (block := file.read(min(size, 2**20))):
+        digest.update(block)
+        size -= len(block)
+    return digest.digest()
 
 
 def work_key(facts: Any) -> str:

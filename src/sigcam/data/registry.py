@@ -60,8 +60,7 @@ READERS: dict[str, Reader] = {  # layouts are detected in this order
         is_cub,
     ),
     "cars": Reader(
-        "Stanford Cars: `cars_train_annos.mat` in `devkit/` (needs `pip install scipy`); splits train, test; "
-        "labels, one box",
+        "Stanford Cars: `cars_train_annos.mat` in `devkit/`; splits train, test; labels, one box",
         cars,
         is_cars,
     ),

@@ -160,10 +160,11 @@ def list_caches(root: Path) -> list[CacheEntry]:
             continue  # not a feature cache
         try:
             files = [file.stat() for file in folder.iterdir()]
-            facts = parse_json(about.read_text())
+            facts = parse_json(about.read_bytes())
         except (OSError, ValueError):
-            facts, files = {}, []
+            facts, files = None, []
         used = max((file.st_mtime for file in files), default=0)
+        facts = facts if isinstance(facts, dict) else {}
         entries.append(CacheEntry(folder, facts, sum(file.st_size for file in files), used))
     return sorted(entries, key=lambda entry: -entry.used)
 

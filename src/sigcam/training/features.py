@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from operator import length_hint
 from pathlib import Path
 from typing import Any, cast
-from zipfile import BadZipFile
+from zipfile import ZipFile
 
 import numpy as np
 import torch
@@ -16,15 +16,18 @@ from torch.utils.data import DataLoader, Dataset
 from sigcam.core.config import FitConfig
 from sigcam.core.distributed import all_gather, rank, world_size
 from sigcam.core.errors import DataError
+from sigcam.core.files import error_line
 from sigcam.core.types import Progress, Skipped
 from sigcam.data.loader import ignore_interrupts
 from sigcam.data.sample import Sample, Samples, match_classes, name_classes
+from sigcam.data.text_files import MAX_CLASSES
 from sigcam.models.preprocess import Transform
 from sigcam.network.dual import DualBranch
 from sigcam.training.feature_cache import DTYPES
 from sigcam.training.feature_reader import FeatureReader, HeadInputs, check_features
 from sigcam.training.loss import as_targets, check_labels
 
+MAX_UNPACKED, MAX_RATIO = 10**9, 20  # bytes; an archive that unpacks to more of them, and so much, is a trap
 TrainingData = Samples | Sequence[Sample] | Dataset[Any] | DataLoader[Any]
 
 
@@ -106,17 +109,27 @@ def extract(
 def read_features(path: Path) -> Features:
     """Read features from an .npz file with `plain` (n, N), optionally `mirrored`, and `labels`."""
     try:
+        with ZipFile(path) as archive:  # the sizes it states are never exceeded
+            unpacked, packed = sum(member.file_size for member in archive.infolist()), path.stat().st_size
+        if unpacked > max(MAX_UNPACKED, MAX_RATIO * packed):
+            raise ValueError(f"{packed} bytes unpack to {unpacked}")
         with np.load(path) as arrays:
             views = [torch.from_numpy(arrays[name]) for name in ("plain", "mirrored") if name in arrays]
-            labels = torch.from_numpy(arrays["labels"].astype(np.int64))
+            labels = arrays["labels"]
+            if labels.dtype.kind not in "biuf" or labels.ndim not in (1, 2):
+                raise ValueError(f"labels are {labels.dtype} of shape {labels.shape}")
     except FileNotFoundError:
         raise DataError(f"{path} does not exist.") from None
-    except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
+    except Exception as error:  # hostile files raise almost anything: TokenError, OverflowError, MemoryError
         sentence = "It must be an .npz file with arrays plain and labels."
-        raise DataError(f"cannot read {path} as features: {error}. {sentence}") from error
+        raise DataError(f"cannot read {path} as features: {error_line(error)}. {sentence}") from error
     if not views:
         raise DataError(f"{path} has no array named plain: the features of the unaltered images.")
-    return Features(tuple(views), labels)
+    if not all(view.is_floating_point() and view.ndim > 1 for view in views):
+        raise DataError(f"{path} has features that are not (n, ...) floats: save what enters the head.")
+    if not bool((abs(labels.astype(np.float64)) < MAX_CLASSES).all()) or bool((labels % 1 != 0).any()):
+        raise DataError(f"{path} has labels that are not class numbers.")
+    return Features(tuple(views), torch.from_numpy(labels.astype(np.int64)))
 
 
 def as_samples(net: DualBranch, data: TrainingData) -> TrainingData:

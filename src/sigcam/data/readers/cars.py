@@ -1,6 +1,5 @@
 """Stanford Cars as published: 196 car models with one box per image, in MATLAB files."""
 
-import importlib
 import reprlib
 from collections.abc import Iterable
 from functools import partial
@@ -9,8 +8,9 @@ from typing import Any
 
 from sigcam.core.errors import DataError
 from sigcam.data.images import open_image, read_image_size
+from sigcam.data.matlab import MAX_BYTES, read_variables
 from sigcam.data.sample import Sample, Samples
-from sigcam.data.text_files import check_box
+from sigcam.data.text_files import check_box, check_inside, is_file
 
 ANNOTATION_FILES = {
     "train": ("cars_train_annos.mat",),
@@ -40,19 +40,24 @@ def cars(root: str | Path, *, split: str = "train") -> Samples:
     classes = tuple(str(name).strip() for name in _read_variable(class_file, "class_names"))
     home = root / f"cars_{split}"
     rows = _read_variable(file, "annotations")
-    fields = rows.dtype.names or ()
-    if missing := next((name for name in (*CORNERS, "fname") if name not in fields), None):
+    fields = set(rows[0]) if rows and all(isinstance(row, dict) for row in rows) else set()
+    missing = next((name for name in (*CORNERS, "fname") if name not in fields), None)
+    if rows and missing:
         raise DataError(f"{file} has annotations without {missing}: take it from the data set's devkit.")
     items, numbers = list[Sample](), dict[str, int]()
     for number, row in enumerate(rows, 1):
-        id = str(row["fname"])
-        where, image = f"{file} annotation {number}: image {id}", home / id
+        id = row["fname"]
+        if not isinstance(id, str) or not id.isprintable():
+            name = reprlib.repr(str(id))
+            raise DataError(f"{file} annotation {number}: {name} is not the name of an image.")
+        where, image = f"{file} annotation {number}: image {id[:300]}", home / id
+        check_inside(id, where)
         if numbers.setdefault(id, number) != number:
             raise DataError(f"{where} is in annotation {numbers[id]} already: remove one.")
         label = _whole_number(row, "class", where) - 1 if "class" in fields else None
         if label is not None and not 0 <= label < len(classes):
             raise DataError(f"{where} has class {label + 1} of {len(classes)}.")
-        if not image.is_file():
+        if not is_file(image):
             raise DataError(f"{where} is not in {home}: add it.")
         x0, y0, x1, y1 = (_whole_number(row, name, where) for name in CORNERS)
         if x0 < 1 or y0 < 1:
@@ -82,18 +87,14 @@ def _whole_number(row: Any, name: str, where: str) -> int:
         raise DataError(f"{where} has {value} as {name}, which is not a whole number.") from None
 
 
-def _read_variable(path: Path, name: str) -> Any:
-    """Return a variable of a MATLAB file as a 1-d array."""
-    import numpy as np
-
+def _read_variable(path: Path, name: str) -> list[Any]:
+    """Return a variable of a MATLAB file, a list of its elements."""
     try:
-        matlab: Any = importlib.import_module("scipy.io")
-    except ImportError as error:
-        raise DataError(f"{path} is a MATLAB file: to read it, pip install scipy.") from error
-    try:
-        variables = matlab.loadmat(path, squeeze_me=True)
-    except Exception as error:  # damaged files raise almost anything
-        raise DataError(f"cannot read {path}: {str(error) or type(error).__name__}.") from error
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES >> 20} MB")
+        variables = read_variables(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise DataError(f"cannot read {path}: {error}.") from error
     if name not in variables:
         raise DataError(f"{path} has no {name}: take the file from the data set's devkit.")
-    return np.atleast_1d(variables[name])
+    return variables[name] if isinstance(variables[name], list) else [variables[name]]
