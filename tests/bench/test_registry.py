@@ -19,7 +19,7 @@ from sigcam.bench.networks import network
 from sigcam.bench.paper import BenchRow
 from sigcam.bench.plan import Plan
 from sigcam.bench.registry import TABLES, TableSpec, targets
-from sigcam.bench.runner import run_bench
+from sigcam.bench.runner import _read_result, run_bench
 from sigcam.cli.main import main
 from sigcam.core import checkpoint
 from sigcam.core.config import FitConfig
@@ -126,3 +126,23 @@ def test_a_table_needs_one_of_its_data_sets(plan: Plan, monkeypatch: pytest.Monk
     monkeypatch.setitem(TABLES, "mine", replace(SPEC, datasets=("pets",)))
     with pytest.raises(DataError, match="holds none of pets"):
         run_bench("mine", plan)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 100_000,
+        "[]",
+        '{"table": "../table1"}',
+        '{"table": "table2"}',
+        '{"table": ["table2"]}',
+        '{"table": "table2", "command": "x", "date": "y", "foot": "z", "rows": [{"zoom": "a"}]}',
+        '{"table": "table2", "command": "x", "date": "y", "foot": "z", "rows": 3}',
+    ],
+)
+def test_a_result_that_cannot_be_drawn_is_left_off_the_page(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "table2.json"
+    path.write_text(content)
+    assert _read_result(path) is None and "table2.json is damaged" in caplog.text

@@ -65,11 +65,8 @@ class Checkpoint:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            atomic_path(self.path) as draft,
-            draft.open("w+b") as file,
-        ):  # given a path, torch hides the cause
-            torch.save({"facts": self._facts, "state": state}, file)
+        with atomic_path(self.path) as draft, draft.open("w+b") as file:
+            torch.save({"facts": self._facts, "state": state}, file)  # given a path, it hides the cause
             file.write(_checksum(file, file.tell()))
 
     def remove(self) -> None:

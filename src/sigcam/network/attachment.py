@@ -175,10 +175,11 @@ def load(
     )
     kind, split = type(net.model).__name__, net.split
     if known != requested or classes != net.classes or (list(split.heads), split.layer) != (heads, layer):
-        fitted_to = f"a head {', '.join(heads)} with {classes} classes after the layer {layer}"
+        heads, layer = ", ".join(heads)[:200], layer[:200]
         raise CheckpointError(
-            f"{path} was fitted to {fitted_to[:300]}; this {kind} has {', '.join(split.heads)} with "
-            f"{net.classes} after {split.layer}. Load it onto the model it was fitted to."
+            f"{path} was fitted to a head {heads} with {classes} classes after the layer {layer}; "
+            f"this {kind} has {', '.join(split.heads)} with {net.classes} after {split.layer}. "
+            "Load it onto the model it was fitted to."
         )
     if about["fingerprint"] != fingerprint(net.original):
         raise CheckpointError(
