@@ -68,6 +68,8 @@ def describe(error: BaseException) -> tuple[str, int]:
         return f"{full}{hint}", 2
     if isinstance(error, SigcamError):
         return str(error), 2
+    if fault := next((cause.network_fault for cause in chain if hasattr(cause, "network_fault")), None):
+        return str(fault), 2
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         full_disk = "disk full: " if error.errno in FULL else ""

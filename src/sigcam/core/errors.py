@@ -23,10 +23,6 @@ class ModelError(SigcamError):
     """A classifier cannot be loaded, or its outputs cannot be used."""
 
 
-class RunError(ModelError, RuntimeError):
-    """A classifier fails on these images. A RuntimeError for compatibility."""
-
-
 class CheckpointError(SigcamError):
     """A branch file cannot be read, or does not fit the network."""
 

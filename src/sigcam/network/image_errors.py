@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sigcam.core.errors import DataError, RunError, SigcamError
+from sigcam.core.errors import DataError, SigcamError
 from sigcam.core.memory import is_out_of_memory
 from sigcam.core.types import GridSize
 
@@ -27,8 +27,8 @@ def blame_images(net: DualBranch, images: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # any user network, any failure
-        ours = isinstance(error, SigcamError) and not isinstance(error, RunError)
-        fault = None if ours or is_out_of_memory(error) else image_fault(net, images)
+        ours = isinstance(error, SigcamError) or is_out_of_memory(error)
+        fault = None if ours else image_fault(net, images)
         if fault is None:
             raise
         raise DataError(fault) from error

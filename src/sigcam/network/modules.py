@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sigcam.core.errors import RunError, SigcamError
+from sigcam.core.errors import SigcamError
 from sigcam.core.files import error_line
 from sigcam.core.memory import is_out_of_memory
 
@@ -51,16 +51,18 @@ def replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def run_model(model: nn.Module, images: Tensor) -> Any:
-    """Return the output of a user's network; RunError if it fails, but for a lack of memory."""
+    """Return the output of a user's network. An error of the network passes through as it is; its attribute
+    `network_fault` says in a sentence what failed, unless memory is short."""
     try:
         return model(images)
     except SigcamError:
         raise
     except Exception as error:  # any user network, any failure
-        if is_out_of_memory(error):
-            raise
-        batch = f"{len(images)} image{'s' * (len(images) != 1)} of {'x'.join(map(str, images.shape[1:]))}"
-        raise RunError(
-            f"{type(model).__name__} could not be run on {batch} ({error_line(error)}). Give it images of a "
-            "size and type that it takes, and no more of them at once."
-        ) from error
+        if not is_out_of_memory(error):
+            count = f"{len(images)} image{'s' * (len(images) != 1)}"
+            batch = f"{count} of {'x'.join(map(str, images.shape[1:]))}"
+            error.network_fault = (  # type: ignore[attr-defined]
+                f"{type(model).__name__} could not be run on {batch} ({error_line(error)}). Give it images of "
+                "a size and type that it takes, and no more of them at once."
+            )
+        raise

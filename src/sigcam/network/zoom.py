@@ -12,7 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sigcam.core.errors import ConfigError, DataError, RunError
+from sigcam.core.errors import ConfigError, DataError
 from sigcam.core.files import error_line
 from sigcam.core.memory import check_memory, free_memory, is_out_of_memory
 from sigcam.core.types import GridSize
@@ -88,8 +88,7 @@ def zoomed(net: DualBranch, images: Tensor, zoom: float) -> tuple[DualBranch, Te
             what = f"zoom={zoom:g} needs images of {size[0]}x{size[1]}"
             if is_out_of_memory(error):
                 raise DataError(f"{what}, which do not fit into memory: use a smaller zoom.") from error
-            reason = error_line(error.__cause__ if isinstance(error, RunError) and error.__cause__ else error)
-            raise DataError(f"{what}, and this {kind} takes one size only ({reason}).") from error
+            raise DataError(f"{what}, and this {kind} takes one size only ({error_line(error)}).") from error
     return finer, larger
 
 

@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 
 from sigcam.core.checkpoint import Checkpoint
 from sigcam.core.config import TrainConfig
-from sigcam.core.errors import ConfigError, DataError, ModelError, RunError
+from sigcam.core.errors import ConfigError, DataError, ModelError
 from sigcam.core.types import Progress
 from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint
@@ -292,8 +292,10 @@ def _step(
     with torch.autocast(images.device.type, torch.bfloat16, enabled=autocast):
         try:
             logits = logits_of(run_model(model, images), len(images)).float()
-        except RunError as error:  # such as BatchNorm with one value per channel
-            sentence = f"the network cannot be trained on a batch of {len(images)}: {error.__cause__}"
+        except Exception as error:  # such as BatchNorm with one value per channel
+            if not hasattr(error, "network_fault"):
+                raise
+            sentence = f"the network cannot be trained on a batch of {len(images)}: {error}"
             raise ModelError(f"{sentence}. Use another batch size.") from error
     if logits.shape[1] != classes:
         raise ModelError(f"the network has {logits.shape[1]} outputs, the data {classes} classes.")
