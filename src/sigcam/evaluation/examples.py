@@ -15,9 +15,8 @@ from sigcam.evaluation.batch import BatchEvaluator, ClassFrom, Variant
 from sigcam.evaluation.registry import METRICS, BatchRecord
 from sigcam.evaluation.result import FIXED, Result
 from sigcam.methods.postprocess import disagreement
-from sigcam.metrics.boxes import to_levels
-from sigcam.metrics.fidelity import relative_drop
-from sigcam.metrics.localization import largest_box_ious
+from sigcam.metrics.base import relative_drop
+from sigcam.metrics.boxes import largest_box_ious, to_levels
 from sigcam.network.dual import DualBranch
 
 MAX_EXAMPLES = 200  # images

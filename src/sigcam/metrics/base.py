@@ -205,6 +205,11 @@ def _threshold_index(threshold: float | Tensor) -> Tensor:
     return index.long()
 
 
+def relative_drop(before: Tensor, after: Tensor) -> Tensor:
+    """The share of each image's score that is lost, (B,); 0 where it grows."""
+    return (before - after).clamp(min=0) / (before + 1e-7)  # the epsilon of Table 1
+
+
 def packed(values: Tensor) -> Tensor:
     """Pack flags (B, ...) into bits, (B, bytes); flatten any other values to (B, values)."""
     values = values.reshape(len(values), values.shape[1:].numel())

@@ -88,6 +88,13 @@ def box_ious(boxes: Tensor, others: Tensor) -> Tensor:
     return both / (areas - both)
 
 
+def largest_box_ious(maps: Tensor, truth: Tensor, image: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """The box (B, 4) of each map's largest contour, and its IoU with the ground-truth boxes (G, 4) of all
+    images, (G,); `image` is the index of the image of each of these."""
+    drawn = torch.cat([*(box.cpu() for box in boxes_at(maps, threshold, "largest")), truth[:0]])
+    return drawn, box_ious(drawn[image], truth)
+
+
 def foreground(maps: Tensor, threshold: float) -> Tensor:
     """Pixels of (B, H, W) maps whose level is above `threshold` times the highest level, (B, H, W) bool."""
     check_threshold(threshold)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigcam.core.errors import DataError
-from sigcam.metrics.base import Ids, ImageMetric, image_names, same_length, unit
+from sigcam.metrics.base import Ids, ImageMetric, image_names, relative_drop, same_length, unit
 
 
 class AverageDrop(ImageMetric):
@@ -22,11 +22,6 @@ class AverageDrop(ImageMetric):
     def update(self, before: Tensor, after: Tensor, ids: Ids = None) -> None:
         """Add the class's probability on the image and on image times map, both (B,)."""
         self.add(relative_drop(*_scores(self, before, after, ids)), ids)
-
-
-def relative_drop(before: Tensor, after: Tensor) -> Tensor:
-    """The share of each image's score that is lost, (B,); 0 where it grows."""
-    return (before - after).clamp(min=0) / (before + 1e-7)  # the epsilon of Table 1
 
 
 class IncreaseInConfidence(ImageMetric):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from sigcam.core.errors import ConfigError, DataError
 from sigcam.metrics.base import IGNORED, BoxAccuracy, Ids, ImageMetric, flags, image_names, object_masks
-from sigcam.metrics.boxes import THRESHOLDS, box_ious, boxes_at
+from sigcam.metrics.boxes import THRESHOLDS, largest_box_ious
 
 _IOU_NAMES = ("30", "50", "70")
 
@@ -84,13 +84,6 @@ class _Located(ImageMetric):
             hits &= image != F.pad(image, (1, 0), value=-1)[:-1]
         located = _any_hit(hits, image, len(maps))
         self.add(located if correct is None else located & flags(correct, "correct", names), ids)
-
-
-def largest_box_ious(maps: Tensor, truth: Tensor, image: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """The box (B, 4) of each map's largest contour, and its IoU with the ground-truth boxes (G, 4) of all
-    images, (G,); `image` is the index of the image of each of these."""
-    drawn = torch.cat([*(box.cpu() for box in boxes_at(maps, threshold, "largest")), truth[:0]])
-    return drawn, box_ious(drawn[image], truth)
 
 
 def _any_hit(hits: Tensor, image: Tensor, images: int) -> Tensor:

@@ -62,7 +62,7 @@ def run_model(model: nn.Module, images: Tensor) -> Any:
             count = f"{len(images)} image{'s' * (len(images) != 1)}"
             batch = f"{count} of {'x'.join(map(str, images.shape[1:]))}"
             error.network_fault = (  # type: ignore[attr-defined]
-                f"{type(model).__name__} could not be run on {batch} ({error_line(error)}). Give it images of "
-                "a size and type that it takes, and no more of them at once."
+                f"{type(model).__name__} could not be run on {batch} ({error_line(error)}). Give it images "
+                "of a size and type that it takes, and no more of them at once."
             )
         raise
