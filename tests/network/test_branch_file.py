@@ -201,6 +201,16 @@ def test_a_description_with_a_value_of_another_kind_is_refused(
         load(path, net.model)
 
 
+@pytest.mark.parametrize("names", [[], ["hawk", "owl", "wren"], ["x"] * 5])
+def test_names_for_another_number_of_classes_are_refused(
+    saved: tuple[DualBranch, Path], names: list[str]
+) -> None:
+    net, path = saved
+    about = {**_about(path), "class_names": names}
+    save_file(load_file(path), path, metadata={"sigcam-branch": json.dumps(about)})
+    assert f"names {len(names)} of 4 classes" in refused(path, net.model)
+
+
 def test_a_model_without_parameters_is_refused_in_a_sentence(saved: tuple[DualBranch, Path]) -> None:
     with pytest.raises(AttachError):
         load(saved[1], nn.Flatten())

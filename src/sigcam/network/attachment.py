@@ -221,6 +221,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         about = None
     if not isinstance(about, dict) or not all(k in about and check(about[k]) for k, check in ABOUT.items()):
         raise CheckpointError(f"{path} does not say what it was fitted to: fit again.")
+    names, classes = about["class_names"], about["classes"]
+    if names is not None and len(names) not in (classes, max(classes, 2)):  # a single logit tells two apart
+        raise CheckpointError(f"{path} names {len(names)} of {classes} classes: fit again.")
     return about, tensors
 
 
