@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-MAX_BYTES = 2**26  # of a file and of each of its variables: annotations take a few megabytes
+MAX_MATLAB_BYTES = 2**26  # of a file and of each of its variables: annotations take a few megabytes
 MAX_DEPTH = 8  # of cells and structs in one another
 HEADER, VERSION = 128, 0x0100
 MATRIX, COMPRESSED = 14, 15  # types of elements
@@ -26,8 +26,8 @@ def read_variables(data: bytes) -> dict[str, Any]:
     structs as a list of dicts. Raises ValueError if the file is damaged, too large or of another version."""
     if len(data) < HEADER or data[126:128] not in (b"IM", b"MI"):
         raise ValueError("it is not a file of MATLAB version 5 to 7")
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"it has more than {MAX_BYTES >> 20} MB")
+    if len(data) > MAX_MATLAB_BYTES:
+        raise ValueError(f"it has more than {MAX_MATLAB_BYTES >> 20} MB")
     order = "<" if data[126:128] == b"IM" else ">"
     if struct.unpack_from(f"{order}H", data, 124)[0] != VERSION:
         raise ValueError("it is not of MATLAB version 5 to 7: save it with -v7")
@@ -43,11 +43,11 @@ def read_variables(data: bytes) -> dict[str, Any]:
 
 def _unpacked(content: memoryview) -> bytes:
     try:
-        unpacked = zlib.decompressobj().decompress(content, MAX_BYTES + 1)
+        unpacked = zlib.decompressobj().decompress(content, MAX_MATLAB_BYTES + 1)
     except zlib.error as error:
         raise ValueError(str(error)) from error
-    if len(unpacked) > MAX_BYTES:
-        raise ValueError(f"a variable has more than {MAX_BYTES >> 20} MB")
+    if len(unpacked) > MAX_MATLAB_BYTES:
+        raise ValueError(f"a variable has more than {MAX_MATLAB_BYTES >> 20} MB")
     return unpacked
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from sigcam.core.errors import DataError
 from sigcam.data.images import open_image, read_image_size
-from sigcam.data.matlab import MAX_BYTES, read_variables
+from sigcam.data.matlab import MAX_MATLAB_BYTES, read_variables
 from sigcam.data.sample import Sample, Samples
 from sigcam.data.text_files import check_box, check_inside, is_file
 
@@ -90,8 +90,8 @@ def _whole_number(row: Any, name: str, where: str) -> int:
 def _read_variable(path: Path, name: str) -> list[Any]:
     """Return a variable of a MATLAB file, a list of its elements."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES >> 20} MB")
+        if path.stat().st_size > MAX_MATLAB_BYTES:
+            raise ValueError(f"it has more than {MAX_MATLAB_BYTES >> 20} MB")
         variables = read_variables(path.read_bytes())
     except (ValueError, OSError) as error:
         raise DataError(f"cannot read {path}: {error}.") from error
