@@ -132,10 +132,10 @@ def contents(folder: Path) -> dict[str, Any]:
             found[name] = "a page"
         elif path.suffix == ".csv":
             found[name] = path.read_text()
-        elif path.suffix == ".pt":
+        elif path.suffix == ".pt" or "unfinished" in path.name:
             torch.load(path, weights_only=True)
         else:
-            assert path.suffix in (".md", ".bin") or path.name.startswith("unfinished"), name
+            assert path.suffix in (".md", ".bin"), name
     return found
 
 
@@ -197,7 +197,10 @@ def test_a_disk_that_is_full_at_a_write_is_named_and_leaves_whole_files(name: st
         contents(world.folder / "out")
         if ended.code != 0:  # else what it had kept was enough
             assert ended.code == 2, ended
-            check_words(name, ended, "disk full: out")
+            if "feature cache out/" in ended.errors:
+                assert "No space left on device" in ended.errors and "--cache" in ended.errors
+            else:
+                check_words(name, ended, "disk full: out")
             assert not list((world.folder / "out").rglob("*.part"))
         if number % CHAIN == CHAIN - 1 or number == len(chosen) - 1:
             world.check_next_run(name)

@@ -63,6 +63,15 @@ def test_a_writable_folder_is_left_as_it_was(tmp_path: Path) -> None:
     assert isinstance(caught.value, DataError) and (tmp_path / "file").read_text() == "in the way"
 
 
+def test_a_disk_that_is_full_from_the_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(DiskFull, match=f"disk full: {tmp_path}"):
+        check_writable(tmp_path)
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_lack_of_space_names_the_folder(tmp_path: Path, number: int) -> None:
     with (
@@ -91,7 +100,7 @@ def test_any_writer_on_a_full_disk_leaves_the_old_file_alone(small_disk: Path) -
         with pytest.raises(DiskFull, match=f"disk full: {small_disk}"):
             write()
         assert path.read_bytes() == b"old" and not list(small_disk.glob(".sigcam*"))
-    with pytest.raises(ConfigError, match="No space left"):
+    with pytest.raises(DiskFull, match=f"disk full: {small_disk}/new .No space left"):
         check_writable(small_disk / "new")
     assert {file.name for file in small_disk.iterdir()} == {"x.bin", "filling"}
 

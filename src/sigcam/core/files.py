@@ -33,13 +33,18 @@ def atomic_path(path: Path) -> Iterator[Path]:
         yield draft
         draft.replace(path)
     except Exception as error:
-        for cause in causes(error):
-            if isinstance(cause, OSError) and cause.errno in FULL:
-                raise DiskFull(f"disk full: {path.parent} ({cause.strerror}). Free some space.") from error
+        raise_if_full(error, path.parent)
         raise
     finally:
         with suppress(OSError):
             draft.unlink()
+
+
+def raise_if_full(error: Exception, folder: Path) -> None:
+    """Raise DiskFull, with the folder's name, if the error comes from a lack of space."""
+    for cause in causes(error):
+        if isinstance(cause, OSError) and cause.errno in FULL:
+            raise DiskFull(f"disk full: {folder} ({cause.strerror}). Free some space.") from error
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -63,13 +68,14 @@ def write_png(path: Path, image: Image) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise ConfigError if files cannot be written to the folder; leave no trace."""
+    """Raise ConfigError, or DiskFull, if files cannot be written to the folder; leave no trace."""
     trial = folder / ".trial"
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         trial.write_bytes(b"x" * 4096)
     except OSError as error:
+        raise_if_full(error, folder)
         reason = f"{folder}: {error.strerror or error}"
         raise ConfigError(f"cannot write to the output folder {reason}. Choose another --output.") from error
     finally:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sigcam.core.errors import ConfigError
-from sigcam.core.files import DRAFTS, check_writable, remove_empty
+from sigcam.core.files import DRAFTS, check_writable, raise_if_full, remove_empty
 
 LOCK = ".sigcam.lock"
 _held = dict[Path, int]()  # folder and file descriptor of each lock of this process
@@ -30,6 +30,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
         _held[place] = _acquire(place, folder)
     except OSError as error:
         remove_empty(missing)
+        raise_if_full(error, folder)
         raise ConfigError(
             f"cannot write to the output folder {folder}: {error.strerror or error}."
         ) from error
