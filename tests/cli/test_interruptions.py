@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,10 +50,21 @@ def explain_words(place: Path, output: Path) -> tuple[object, ...]:
     return ("explain", place / "data", *model, "--output", output)
 
 
-def start(*words: object) -> subprocess.Popen[str]:
+@contextmanager
+def start(*words: object) -> Iterator[subprocess.Popen[str]]:
+    """Starts the command as a terminal does, whatever signals this process ignores; ends it at any rate."""
     command = [sys.executable, "-m", "sigcam", *map(str, words)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, start_new_session=True, preexec_fn=heed_interrupts) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def heed_interrupts() -> None:
+    """Undoes what a shell does to background jobs: they ignore SIGINT, and so do the processes they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def begun(process: subprocess.Popen[str], output: Path) -> None:
