@@ -6,6 +6,7 @@ import shlex
 import sys
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ PACKAGES = ("sigcam", "torch", "torchvision", "timm", "torchmetrics", "numpy", "
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that results depend on."""
+    return dict(_versions())
+
+
+@cache  # each takes a millisecond, and there are several for every kept result
+def _versions() -> dict[str, str]:
     installed = {"python": platform.python_version()}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
