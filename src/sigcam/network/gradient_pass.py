@@ -37,6 +37,14 @@ class GradientPass(TorchFunctionMode):
 
     def run(self, model: nn.Module, example: Tensor) -> list[list[bool]]:
         """Return by output, by output layer, whether any gradient reaches the grid."""
+        try:
+            self._run(model, example)
+        finally:  # the graph's hooks refer to this object: a circle that no garbage collection sees
+            self._leaves.clear()
+            self._entering.clear()
+        return self.reached
+
+    def _run(self, model: nn.Module, example: Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad(), plain_layers(), eval_mode(model) as handles:
             for index, (output, _) in enumerate(self.outputs):
                 take = _at_call(output.call, partial(self._take, index))
@@ -50,7 +58,6 @@ class GradientPass(TorchFunctionMode):
             self._current = index
             scores = entering if self.last[index].inputs else [logits]
             self._differentiate(scores, keep=index + 1 < len(self.last))
-        return self.reached
 
     def _take(self, index: int, module: nn.Module, args: Any, out: Tensor) -> Tensor:
         self._recording = True
