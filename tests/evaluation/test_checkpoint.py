@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from sigcam.core.errors import DataError
 from sigcam.data.sample import Samples, files_fingerprint
 from sigcam.evaluation import metric_table as resuming
 from sigcam.evaluation.evaluator import evaluate
@@ -115,3 +116,26 @@ def test_a_file_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
     (held,) = tmp_path.iterdir()
     held.write_bytes(held.read_bytes()[:50])
     assert run(path).rows == run(None).rows
+
+
+def test_images_that_an_earlier_run_skipped_are_an_error_where_they_are_not_to_be_skipped(
+    tmp_path: Path,
+) -> None:
+    def unreadable() -> Any:
+        raise DataError("cannot be read.")
+
+    def evaluate_them(skip: bool, stop: bool) -> None:
+        def progress(_: str, done: int, total: int) -> None:
+            if stop and done >= 8:
+                raise Killed
+
+        items = (replace(sample(0), open=unreadable), *(sample(index) for index in range(1, COUNT)))
+        torch.manual_seed(0)
+        net, path = prepared(Gap()), tmp_path / "unfinished"
+        how: Any = {"metrics": ["top1_cls"], "batch_size": 4, "progress": progress, "unfinished": path}
+        evaluate(net, Samples(items, CLASSES), skip_unreadable=skip, **how)
+
+    with pytest.raises(Killed):
+        evaluate_them(skip=True, stop=True)
+    with pytest.raises(DataError, match="skip_unreadable"):
+        evaluate_them(skip=False, stop=False)
