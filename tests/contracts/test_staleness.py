@@ -249,7 +249,7 @@ def other_formula(patch: pytest.MonkeyPatch) -> None:
 
 def halved_features(patch: pytest.MonkeyPatch) -> None:
     compute = HeadInputs.compute
-    patch.setattr(HeadInputs, "compute", lambda *args: compute(*args) / 2)
+    patch.setattr(HeadInputs, "compute", lambda *args: [each / 2 for each in compute(*args)])
 
 
 def plain_views(patch: pytest.MonkeyPatch) -> None:

@@ -40,9 +40,19 @@ class ExplainOptions(
     aug_smooth: bool = option("Average over mirror images and brightnesses: six passes.", False)
     top_n: int | None = option("Number of channels that Score-CAM tries.", None)
     classes: str | None = option("Class name or number; default: the predicted class.", None, name="--class")
-    scale: str = option("unit: each map from 0 to 1; raw: signed, in logits.", "unit")
+    scale: str = option(
+        "unit: each map from 0 to 1; raw: signed, in logits; logit: with a mean that is the branch's logit; "
+        "probability: comparable between images.",
+        "unit",
+    )
     clamp: bool | None = option("Keep positive weights only.", None)
-    threshold: float = option("Box threshold, as a fraction of the map's maximum.", 0.2, min=0, max=1)
+    threshold: float | None = option(
+        "Box threshold: a probability with --scale probability, by default 0.5; otherwise a fraction of the "
+        "map's maximum, by default 0.2.",
+        None,
+        min=0,
+        max=1,
+    )
     captions: bool = option("Write class, scores and a colour bar below each overlay.", False)
     data: str = option("Folder of class folders, or `shapes:20`.", "")
     output: Path = Path("maps")
@@ -104,8 +114,9 @@ def explain_command(options: ExplainOptions) -> None:
         rows, skipped = folder.rows, folder.skipped
         write_text_atomic(o.output / "explanation.json", json.dumps(rows, indent=1))
         if o.report:
-            softmax = replace(config, branch="softmax", clamp=None).checked()
-            redraw = partial(softmax.explain, net) if config.branch == "sigmoid" else None
+            redraw = None
+            if config.branch == "sigmoid" and config.scale != "probability":  # the softmax head has none
+                redraw = partial(replace(config, branch="softmax", clamp=None).checked().explain, net)
             page = explain_page(
                 rows, folder.maps, samples, net, redraw=redraw, skipped=skipped, progress=progress
             )

@@ -90,4 +90,9 @@ def fit_command(options: FitOptions) -> None:
         show_result(numbers, result.skipped, o.json)
         if not o.json:
             written = "branch, fit.json, fit.png" if plotted else "branch, fit.json"
+            if result.background:
+                say(
+                    "fitted with background evidence: maps show where the class is, rather than where the "
+                    "softmax score came from (--background 0 is the paper's fit)"
+                )
             say(f"{written} and manifest.json are in {o.output}")

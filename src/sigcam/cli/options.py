@@ -13,6 +13,8 @@ from sigcam.cli.running import running
 from sigcam.core.errors import ConfigError
 from sigcam.data.registry import list_readers
 
+NUMBER_LIST = tuple[float, ...]  # the type of an option with comma-separated numbers
+
 
 def option(help: str | Callable[[], str], default: Any = MISSING, **settings: Any) -> Any:
     """Return a dataclass field with help, or a function that returns it when the application is built.
@@ -133,7 +135,9 @@ def _parameters(options: type[Any], nested: bool = False) -> Iterator[inspect.Pa
         hint, default = types[name], defaults[name]
         if is_dataclass(hint):
             continue
-        if _choices(hint):  # parsed by _parse, not by typer
+        if hint == NUMBER_LIST and isinstance(default, tuple):
+            hint, default = str, ",".join(f"{number:g}" for number in default)
+        elif _choices(hint):  # parsed by _parse, not by typer
             hint = str | None if default is None else str
             default = default if default in (None, MISSING) else str(default)
         settings = {"help": helps.get(name), **_settings(options, name)}
@@ -178,6 +182,11 @@ def _choices(hint: Any) -> dict[str, Any]:
 
 def _parse(name: str, value: Any, hint: Any) -> Any:
     """Return an option's value as the field's type."""
+    if hint == NUMBER_LIST:
+        try:
+            return tuple(float(number) for number in value.split(","))
+        except ValueError:
+            raise ConfigError(f"{_flag(name)} takes numbers such as 1,2, not {value!r}.") from None
     choices = _choices(hint)
     if not choices or value is None:
         return value

@@ -44,10 +44,14 @@ def gradient(*, signed: bool = False) -> str:
     return f"linear-gradient(to right, {', '.join(f'#{code}' for code in (SIGNED if signed else HEAT))})"
 
 
-def ends(peak: float | None) -> tuple[str, str, str]:
-    """Labels of a colour bar: left, middle, right; in logits for a signed map that ends at `peak`."""
+RANGE = "of this map's range"
+
+
+def ends(peak: float | None, unit: str = RANGE) -> tuple[str, str, str]:
+    """Labels of a colour bar: left, middle, right; in logits for a signed map that ends at `peak`, else in
+    `unit`, from 0 to 1."""
     if peak is None:
-        return "0", "of this map's range", "1"
+        return "0", unit, "1"
     return (f"-{peak:.3g}", "0 logits", f"+{peak:.3g}") if peak else ("", "0 logits", "")
 
 
@@ -90,33 +94,39 @@ def with_outline(image: Image.Image, mask: NDArray[np.uint8], colour: str = "#ff
 
 
 def with_contour(
-    image: Image.Image, values: Tensor, threshold: float, colour: str = "#00e5ff"
+    image: Image.Image, values: Tensor, threshold: float, colour: str = "#00e5ff", *, absolute: bool = False
 ) -> Image.Image:
-    """The image with the outline of the pixels above `threshold` of a unit map's peak."""
-    inside = foreground(values[None], threshold)[0].cpu().numpy()
+    """The image with the outline of the pixels above `threshold` of a unit map's peak, or of 1."""
+    inside = (values > threshold if absolute else foreground(values[None], threshold)[0]).cpu().numpy()
     return with_outline(image, inside.astype(np.uint8), colour)
 
 
 def with_strips(
-    image: Image.Image, *, caption: str = "", legend: bool = False, peak: float | None = None
+    image: Image.Image,
+    *,
+    caption: str = "",
+    legend: bool = False,
+    peak: float | None = None,
+    unit: str = RANGE,
 ) -> Image.Image:
     """The image, enlarged if too narrow for text, with a caption and the colour bar of `peak` below."""
     factor = -(-MIN_WIDTH // image.width)  # rounded up
     size = (image.width * factor, image.height * factor)
     parts = [image.convert("RGB").resize(size, Image.Resampling.NEAREST)]
     parts += [_caption_strip(caption, size[0])] if caption else []
-    parts += [colour_bar(size[0], peak)] if legend else []
+    parts += [colour_bar(size[0], peak, unit)] if legend else []
     return Image.fromarray(np.vstack([np.asarray(part) for part in parts]))
 
 
-def colour_bar(width: int, peak: float | None = None) -> Image.Image:
-    """A colour bar with its labels; in logits for a signed map that ends at `peak`."""
+def colour_bar(width: int, peak: float | None = None, unit: str = RANGE) -> Image.Image:
+    """A colour bar with its labels; in logits for a signed map that ends at `peak`, else in `unit`."""
     edge, face = 8, font(12)
     bar = Image.new("RGB", (width, 40), PAPER)
     ramp = torch.linspace(0 if peak is None else -1, 1, width - 2 * edge).expand(12, -1)
     bar.paste(colours(ramp, signed=peak is not None), (edge, 6))
     pen = ImageDraw.Draw(bar)
-    for text, x, anchor in zip(ends(peak), (edge, width // 2, width - edge), ("la", "ma", "ra"), strict=True):
+    places = (edge, width // 2, width - edge)
+    for text, x, anchor in zip(ends(peak, unit), places, ("la", "ma", "ra"), strict=True):
         pen.text((x, 21), text, INK, face, anchor=anchor)
     return bar
 

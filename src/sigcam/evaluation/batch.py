@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from sigcam.core.files import hash_of
 from sigcam.core.types import GridSize
 from sigcam.data.loader import Batch
 from sigcam.data.sample import Sample
@@ -25,6 +26,7 @@ from sigcam.network.image_errors import blame_images
 from sigcam.network.zoom import zoom_batch, zoomed
 
 ClassFrom = Literal["label", "predicted"]
+MapScale = Literal["unit", "probability"]
 Scorer = Literal["softmax", "sigmoid", "branch"]
 SCORERS: dict[Scorer, str] = {
     "softmax": "the class's probability by the classifier's own head, for all branches alike",
@@ -39,11 +41,12 @@ class Variant(NamedTuple):
     method: str | None = None
     branch: Branch | None = None
     clamp: bool | None = None
+    scale: MapScale = "unit"
 
-    def map_config(self, scale: Scale = "unit") -> MapConfig:
-        """The settings to draw these maps with."""
+    def map_config(self, scale: Scale | None = None) -> MapConfig:
+        """The settings to draw these maps with, or with another scale."""
         assert self.method is not None and self.branch is not None
-        return MapConfig(self.method, self.branch, self.clamp, scale=scale)
+        return MapConfig(self.method, self.branch, self.clamp, scale=scale or self.scale)
 
     def simplest_equal(self, net: DualBranch) -> Variant:
         """The simplest variant with the same maps (PROTOCOL 4.2): some methods have no negative weights, and
@@ -51,7 +54,8 @@ class Variant(NamedTuple):
         assert self.method is not None
         facts, head = METHODS[self.method], head_of(self.branch or "softmax")
         twin = facts.linear_twin if head in net.linear else None
-        return self._replace(method=twin or self.method, clamp=self.clamp if facts.signed else True)
+        clamp = self.clamp if facts.signed or self.scale != "unit" else True
+        return self._replace(method=twin or self.method, clamp=clamp)
 
 
 NO_MAPS = Variant()  # of metrics that need no maps
@@ -101,7 +105,8 @@ class BatchEvaluator:
         for variant in variants:
             simplest = variant.simplest_equal(net)
             if simplest not in drawn:
-                drawn[simplest] = self._with_maps(record, simplest, forward, source, located, predicted)
+                shown = located, predicted, absent_classes(located, max(net.classes, 2), record.ids)
+                drawn[simplest] = self._with_maps(record, simplest, forward, source, *shown)
             yield variant, drawn[simplest]
 
     def _annotations(
@@ -130,17 +135,21 @@ class BatchEvaluator:
         source: tuple[DualBranch, ForwardPass],
         located: Tensor,
         predicted: Tensor,
+        absent: Tensor,
     ) -> BatchRecord:
         """The record with the variant's maps, drawn from the pass in `source`, and the scores of the images
         masked by them."""
         net, fidelity = self.net, self.uses("predicted_maps", "scores", "curves")
         assert variant.method is not None
-        cam = fidelity and METHODS[variant.method].finish == "min-max"  # masks are resized otherwise
-        classes = [located] * self.uses("maps") + [predicted] * (fidelity and not cam)
+        cam = fidelity and METHODS[variant.method].finish == "min-max" and variant.scale == "unit"
+        classes = [located] * self.uses("maps") + [absent] * self.uses("absent_maps")
+        classes += [predicted] * (fidelity and not cam)  # masks of CAM are resized otherwise
         if classes:
-            config, size = variant.map_config(), forward.image
-            maps = explain_pass(*source, config, classes=torch.cat(classes, 1), size=size).maps
+            config, chosen = variant.map_config(), torch.cat(classes, 1)
+            maps = explain_pass(*source, config, classes=chosen, size=forward.image, zoom=self.zoom).maps
             record = replace(record, maps=maps[:, 0].cpu()) if self.uses("maps") else record
+            if self.uses("absent_maps"):
+                record = replace(record, absent_maps=maps[:, int(self.uses("maps"))].cpu())
         if not fidelity:
             return record
         masks = _cam_masks(*source, variant, predicted, forward.image) if cam else maps[:, -1]  # (B, H, W)
@@ -162,6 +171,12 @@ class BatchEvaluator:
         return record
 
 
+def absent_classes(located: Tensor, classes: int, ids: Sequence[str]) -> Tensor:
+    """A class (B, 1) other than each image's own, drawn by its id: the same in every evaluation."""
+    drawn = [int(hash_of(id), 16) % (classes - 1) + 1 for id in ids]
+    return (located + torch.tensor(drawn, device=located.device)[:, None]) % classes
+
+
 def _cam_masks(
     net: DualBranch, forward: ForwardPass, variant: Variant, classes: Tensor, size: GridSize
 ) -> Tensor:
@@ -179,6 +194,9 @@ def _score(
         scores = class_probabilities(net, forward)
     else:
         branch: Branch = "sigmoid" if scorer == "sigmoid" else variant.branch or "softmax"
-        logits = class_logits(at_least_float32(branch_logits(forward, branch).detach()))
+        logits = at_least_float32(branch_logits(forward, branch).detach())
+        if scorer == "sigmoid":
+            logits = net.calibration.evidence(logits)
+        logits = class_logits(logits)
         scores = logits.sigmoid() if scorer == "sigmoid" or net.classes == 1 else logits.softmax(1)
     return scores.gather(1, classes)[:, 0].cpu()

@@ -15,11 +15,11 @@ from sigcam.core.types import Progress, Skipped
 from sigcam.data.loader import load_batches
 from sigcam.data.maps import find_maps, open_map, same_shape
 from sigcam.data.sample import Sample, Samples, data_fingerprint, match_classes, name_classes
-from sigcam.evaluation.batch import SCORERS, BatchEvaluator, ClassFrom, Scorer, Variant
+from sigcam.evaluation.batch import SCORERS, BatchEvaluator, ClassFrom, MapScale, Scorer, Variant
 from sigcam.evaluation.metric_table import EvalCheckpoint, MetricTable, evaluation_facts
 from sigcam.evaluation.registry import BatchRecord, boxes_for, choose_metrics, mask_for
 from sigcam.evaluation.result import Result
-from sigcam.methods.registry import MapConfig
+from sigcam.methods.registry import METHODS, MapConfig, method_name
 from sigcam.methods.targets import Branch
 from sigcam.models.preprocess import Preprocess
 from sigcam.models.state_dict import fingerprint
@@ -33,6 +33,7 @@ def evaluate(
     methods: Sequence[str] = ("cam",),
     branches: Sequence[Branch] = ("softmax", "sigmoid"),
     clamps: Sequence[bool | None] | None = None,
+    scales: Sequence[MapScale] = ("unit",),
     metrics: Sequence[str] | None = None,
     class_from: ClassFrom = "label",
     scorers: Sequence[Scorer] = ("softmax",),
@@ -55,6 +56,8 @@ def evaluate(
     Args:
         methods: names of methods; each is drawn from every branch.
         clamps: whether negative channel weights are clamped, each in turn; None for the branch's default.
+        scales: scales of the maps, each in turn; "probability" for maps of the sigmoid branch by methods in
+            logits, at a zoom that the branch is calibrated for.
         metrics: names of metrics (`sigcam.list_metrics()`); None for the usual ones.
         class_from: class whose maps locate objects: the label's (the protocol) or the predicted one.
         scorers: what confidence is: "softmax" by the classifier's head for both rows of a comparison,
@@ -71,7 +74,9 @@ def evaluate(
     specs, left_out = choose_metrics(metrics, samples, network=True, maps_of_labels=class_from == "label")
     evaluator = BatchEvaluator(net, specs, class_from, tuple(dict.fromkeys(scorers)), zoom)
     samples = _prepare_samples(samples, evaluator, transform)
-    variants = _variants(methods, branches, clamps)
+    variants = _variants(methods, branches, clamps, scales)
+    if any(variant.scale == "probability" for variant in variants):
+        net.calibration.map_scale(zoom)  # raises before any image is read
     table = MetricTable(specs, variants, evaluator.scorers, intervals)
     table.check_rows(len(samples))
     path = None if unfinished is None else Path(unfinished)
@@ -198,15 +203,27 @@ def _prepare_samples(
 
 
 def _variants(
-    methods: Sequence[str], branches: Sequence[Branch], clamps: Sequence[bool | None] | None
+    methods: Sequence[str],
+    branches: Sequence[Branch],
+    clamps: Sequence[bool | None] | None,
+    scales: Sequence[str],
 ) -> list[Variant]:
-    """Every combination once, with names and defaults resolved."""
-    if isinstance(methods, str) or isinstance(branches, str):
-        raise ConfigError("methods and branches are lists of names: methods=['cam'], branches=['softmax'].")
-    configs = [MapConfig(*each).checked() for each in product(methods, branches, clamps or (None,))]
-    if not configs:
-        raise ConfigError("there is nothing to draw: name at least one method and one branch.")
-    return list(dict.fromkeys(Variant(c.method, c.branch, bool(c.clamp)) for c in configs))
+    """Every combination once, with names and defaults resolved; "probability" where there is one."""
+    for name, given in (("methods", methods), ("branches", branches), ("scales", scales)):
+        if isinstance(given, str):
+            raise ConfigError(f"{name} is a list of names: {name}=[{given!r}].")
+    if any(scale not in ("unit", "probability") for scale in scales):
+        raise ConfigError(f"scales are unit and probability, not {list(scales)}.")
+    variants = list[Variant]()
+    for method, branch, scale in product(methods, branches, scales):
+        if scale == "unit":
+            configs = [MapConfig(method, branch, clamp).checked() for clamp in clamps or (None,)]
+            variants += [Variant(c.method, c.branch, bool(c.clamp)) for c in configs]
+        elif branch == "sigmoid" and METHODS[method_name(method)].in_logits:
+            variants.append(Variant(method_name(method), branch, False, "probability"))
+    if not variants:
+        raise ConfigError("there is nothing to draw: name at least one method, branch and scale.")
+    return list(dict.fromkeys(variants))
 
 
 def _local_indices(count: int, batch_size: int) -> list[int]:

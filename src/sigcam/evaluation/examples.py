@@ -137,8 +137,9 @@ class _Drawn(NamedTuple):
 
 def _first_method(result: Result) -> tuple[Variant, ...]:
     """The variants of the first method that was evaluated; Grad-CAM of the softmax head if there is none."""
-    rows = [(row["method"], row["branch"], row["clamp"]) for row in result.rows if row["method"] is not None]
-    rows = rows or [("grad-cam", "softmax", False)]
+    columns = "method", "branch", "clamp", "scale"
+    rows = [tuple(row[name] for name in columns) for row in result.rows if row["method"] is not None]
+    rows = rows or [("grad-cam", "softmax", False, "unit")]
     return tuple(Variant(*row) for row in dict.fromkeys(rows) if row[0] == rows[0][0])
 
 

@@ -38,8 +38,9 @@ class MetricTable:
         for (name, spec), variant in product(specs.items(), (NO_MAPS, *variants)):
             if (spec.uses == "correct") == (variant == NO_MAPS):
                 for scorer in scorers if spec.uses == "scores" else (None,):
-                    self._metrics[MetricKey(*variant, name, scorer)] = spec.create(intervals=intervals)
-        measured = {key[:3] for key in self._metrics}
+                    key = MetricKey(*variant[:3], name, scorer, variant.scale)
+                    self._metrics[key] = spec.create(intervals=intervals)
+        measured = {key.variant for key in self._metrics}
         self._counts = {v: [0, 0] for v in (*variants, NO_MAPS) if v in measured}  # images, blank maps
 
     def check_rows(self, images: int) -> None:
@@ -53,7 +54,7 @@ class MetricTable:
         if variant not in self._counts:
             return
         for key, metric in self._metrics.items():
-            if key[:3] == variant:
+            if key.variant == variant:
                 self._specs[key.metric].update(metric, batch, key.scorer)
         self._counts[variant][0] += len(batch.ids)
         maps = batch.predicted_maps if batch.maps is None else batch.maps
@@ -89,7 +90,7 @@ class MetricTable:
         with warnings.catch_warnings():  # of metrics that are not ours, resumed when all images were counted
             warnings.filterwarnings("ignore", "The ``compute`` method of metric", UserWarning)
             for key, metric in self._metrics.items():
-                rows += metric_rows(key, metric, images=counts[key[:3]][0], val=val)
+                rows += metric_rows(key, metric, images=counts[key.variant][0], val=val)
         empty = dict.fromkeys(("low", "high", "threshold", "threshold_from", "scorer"))
         for variant in self._counts:
             images, blank = counts[variant]

@@ -32,6 +32,7 @@ class BatchRecord:
     correct: Mapping[int, Tensor] = field(default_factory=dict)  # by k, (B,): the label is among the k best
     predicted: Tensor | None = None  # (B,), by the softmax head
     confidence: Scores | None = None  # of the predicted class, (B, 1)
+    absent_maps: Tensor | None = None  # (B, H, W), of a class that the image does not show
     predicted_maps: Tensor | None = None  # (B, H, W), of the predicted class; images are multiplied by them
     # By scorer, the predicted class's score (B,) on the images and on the masked images.
     scores: Mapping[Any, Sequence[Tensor]] = field(default_factory=dict)
@@ -48,7 +49,7 @@ class MetricSpec:
     inputs: Callable[[BatchRecord, Any], Sequence[Any]]
     needs: tuple[Need, ...] = ()  # what the metric cannot be measured without
     # The part of `BatchRecord` that must be computed; "correct" is measured once, without maps.
-    uses: Literal["maps", "predicted_maps", "scores", "curves", "correct"] = "maps"
+    uses: Literal["maps", "absent_maps", "predicted_maps", "scores", "curves", "correct"] = "maps"
     measured: Literal["always", "with several boxes", "on request"] = "always"  # if no metrics are named
     title: str = ""  # heading in tables; by default the metric's name in words
     unit: str = "%"  # of the value
@@ -104,6 +105,15 @@ METRICS: dict[str, MetricSpec] = {
     ),
     "top5_loc": _boxed_correct(metrics.Top5Loc, _top(5), measured="on request"),
     "pxap": MetricSpec(metrics.PxAP, lambda batch, _: (batch.maps, batch.masks), ("masks",)),
+    "box_acc_at_half": _boxed(metrics.BoxAccAtHalf, measured="on request"),
+    "false_alarm": MetricSpec(
+        metrics.FalseAlarm,
+        lambda batch, _: (batch.absent_maps,),
+        ("labels", "a network"),
+        uses="absent_maps",
+        measured="on request",
+        numbers=("false_alarm", "false_alarm_area"),
+    ),
     "pointing_game": _boxed(metrics.PointingGame),
     "energy_in_box": _boxed(metrics.EnergyInBox),
     "top1_cls": MetricSpec(

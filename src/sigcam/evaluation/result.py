@@ -27,6 +27,12 @@ class MetricKey(NamedTuple):
     clamp: bool | None
     metric: str
     scorer: str | None = None
+    scale: str = "unit"
+
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """Method, branch, clamp and scale of the maps."""
+        return self.method, self.branch, self.clamp, self.scale
 
     @property
     def label(self) -> str:
@@ -35,11 +41,14 @@ class MetricKey(NamedTuple):
 
 
 class Metrics(Mapping[MetricKey, ImageMetric]):
-    """Metrics by `MetricKey`, or by (method, branch, clamp, label)."""
+    """Metrics by `MetricKey`, or by (method, branch, clamp, label), for maps in probabilities followed by the
+    scale."""
 
     def __init__(self, metrics: Mapping[MetricKey, ImageMetric]) -> None:
         self._metrics = dict(metrics)
-        self._keys = {(*key[:3], key.label): key for key in metrics}
+        self._keys: dict[Any, MetricKey] = {
+            (*key[:3], key.label, *([] if key.scale == "unit" else [key.scale])): key for key in metrics
+        }
 
     def __getitem__(self, key: tuple[Any, ...]) -> ImageMetric:
         return self._metrics[self._keys.get(key, key)]  # type: ignore[arg-type]
@@ -56,8 +65,8 @@ class Result:
     """The numbers of an evaluation.
 
     Args:
-        rows: one dict per number: method, branch, clamp (None if it needs no map), metric, value in percent,
-            low and high (the ends of its interval, None without intervals), threshold, threshold_from
+        rows: one dict per number: method, branch, clamp (None if it needs no map), scale, metric, value in
+            percent, low and high (the ends of its interval, None without one), threshold, threshold_from
             ("oracle": the best on these very images, "transferred", "fixed"), scorer, images.
         left_out: (metric, reason) of metrics that could not be measured.
         skipped: (id, reason) of images that could not be read.
@@ -169,7 +178,8 @@ def _rows_at(
             continue
         end: Any = ends[number] if isinstance(ends, dict) else ends
         at = values.get(number.replace("max_box_acc_", "threshold_")) if several else threshold
-        row: Row = {"method": key.method, "branch": key.branch, "clamp": key.clamp, "metric": number}
+        row: Row = {"method": key.method, "branch": key.branch, "clamp": key.clamp, "scale": key.scale}
+        row["metric"] = number
         row |= {"value": float(value), "low": end and end.low, "high": end and end.high}
         row |= {"threshold": None if at is None else float(at), "threshold_from": origin}
         rows.append(row | {"scorer": key.scorer, "images": images})
@@ -179,6 +189,8 @@ def _rows_at(
 def variant_words(row: Mapping[str, Any]) -> str:
     """Method, branch, and whether weights are clamped where that is not the branch's default."""
     method, branch, clamp = row["method"], row["branch"], row["clamp"]
+    if row.get("scale", "unit") != "unit":
+        return f"{method} {branch} {row['scale']}"
     usual = clamp is None or clamp == (branch == "sigmoid")
     return " ".join(filter(None, (method, branch, "" if usual else "clamped" if clamp else "unclamped")))
 
@@ -221,7 +233,7 @@ def curves_of(result: Result) -> Curves:
             else:
                 false, true = counts.flip(-1).cumsum(-1)
                 pixels[name] = 100 * torch.stack([true / true[-1], true / (true + false).clamp(min=1)])
-        base = result.metrics.get(key._replace(branch="softmax", clamp=False))
+        base = result.metrics.get(key._replace(branch="softmax", clamp=False, scale="unit"))
         if base is not None and base is not metric and getattr(metric, "intervals", False):
             differences |= _differences(key, metric, base)
     return Curves(boxes, pixels, differences)

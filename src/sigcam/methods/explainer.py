@@ -22,7 +22,8 @@ from sigcam.methods.inputs import Classes, ImageSource, Scores, as_batch, choose
 from sigcam.methods.postprocess import fuse_layers, unit_range
 from sigcam.methods.probe import Probe, no_autocast
 from sigcam.methods.registry import METHODS, MapConfig, MapSize, Scale
-from sigcam.methods.targets import Branch, Target, TargetName, as_target, head_of
+from sigcam.methods.targets import Branch, Target, TargetName, as_target, at_least_float32, head_of
+from sigcam.network.calibration import LogitScale
 from sigcam.network.dilate import dilated
 from sigcam.network.dual import DualBranch, ForwardPass
 from sigcam.network.feature_layer import FeaturePoint
@@ -66,7 +67,9 @@ def explain(
         target: The score to explain: "class", its logit; "probability"; "finer-cam", its logit against those
             of the most similar classes; or a function of (B, C) logits and (B,) classes that returns (B,)
             scores.
-        scale: "unit" scales each map to [0, 1]; "raw" is signed, in logits: no ReLU, no scaling.
+        scale: "unit" scales each map to [0, 1]; "raw" is signed, in logits: no ReLU, no scaling; "logit"
+            scores cells so that their mean is the branch's logit, bias included; "probability" is the sigmoid
+            of that, calibrated for this size of image, and can be compared between images and classes.
         size: "image" (default), "features" keeps P x Q (default for "all"), or (height, width).
         layers: Layers (names or modules) whose maps are fused: by their mean, or as Layer-CAM does.
         zoom: Draw maps from the image enlarged by this factor; class and scores stay those of the image.
@@ -87,16 +90,21 @@ def explain(
         raise ConfigError("layers is a list of layers, such as layers=['layer3', 'layer4'].")
     batch, visible = as_batch(net, images)
     points = tuple(net.feature_point(layer) for layer in layers) if layers else (net.split.point,)
-    if len(points) > 1 and scale == "raw":
-        raise ConfigError("scale='raw' is in logits of one layer: name one in layers=, or use scale='unit'.")
+    if len(points) > 1 and scale != "unit":
+        raise ConfigError(
+            f"scale={scale!r} is in logits of one layer: name one in layers=, or use scale='unit'."
+        )
+    if scale == "probability" and (stride is not None or points != (net.split.point,)):
+        raise ConfigError("scale='probability' is calibrated without stride= and layers=: use 'logit'.")
+    map_scale = _map_scale(net, config, check_zoom(zoom))
     grad = head_of(branch) not in net.linear or points != (net.split.point,)  # else gradients are weights
-    altered = check_zoom(zoom) != 1 or stride is not None or aug_smooth
+    altered = zoom != 1 or stride is not None or aug_smooth
     with blame_images(net, batch):
         passes = net.run_at(points, batch, grad=grad and not altered)  # classes and scores come from here
     parts: Iterable[Iterable[View]] = [[View(net, passes)]]
     if altered:
         parts = _altered_parts(net, batch, points, grad, zoom, stride, aug_smooth)
-    explanation = _explain_parts(net, passes[0], parts, config, classes, size)
+    explanation = _explain_parts(net, passes[0], parts, config, classes, size, map_scale)
     for note in explanation.notes:
         log.warning(note)
     return replace(explanation, pictures=visible, images=batch)
@@ -109,10 +117,20 @@ def explain_pass(
     *,
     classes: Classes = None,
     size: MapSize = None,
+    zoom: float = 1.0,
 ) -> Explanation:
-    """Explain the result of `net.run(images, grad=True)`; one pass serves any number of explanations."""
-    views = [View(net, [forward_pass])]
-    return _explain_parts(net, forward_pass, [views], config.checked(), classes, size)
+    """Explain the result of `net.run(images, grad=True)`; one pass serves any number of explanations.
+
+    `zoom` tells by how much the images were enlarged, for maps in probabilities.
+    """
+    views, config = [View(net, [forward_pass])], config.checked()
+    map_scale = _map_scale(net, config, zoom)
+    return _explain_parts(net, forward_pass, [views], config, classes, size, map_scale)
+
+
+def _map_scale(net: DualBranch, config: MapConfig, zoom: float) -> LogitScale:
+    """Return the scale of maps in probabilities; ConfigError if the branch has none for this size."""
+    return net.calibration.map_scale(zoom) if config.scale == "probability" else LogitScale()
 
 
 @dataclass(frozen=True)
@@ -157,6 +175,7 @@ def _explain_parts(
     config: MapConfig,
     classes: Classes,
     size: MapSize,
+    map_scale: LogitScale,
 ) -> Explanation:
     """Explain classes of the `native` pass by the mean map of all views, part by part of the batch."""
     output_size = _output_size(size, classes, native.image)
@@ -174,6 +193,9 @@ def _explain_parts(
             drawn.append(_draw_maps(views, chosen[done:], config, output_size))
             done += len(drawn[-1][0])
         maps, raw = drawn[0] if len(drawn) == 1 else _joined(drawn)  # (B, K, H, W)
+        if config.scale == "probability":
+            sign = torch.where(chosen == 0, -1, 1)[:, :, None, None] if net.classes == 1 else 1
+            maps = (sign * map_scale(sign * maps)).sigmoid()
         if isinstance(classes, str) and classes == "positive":
             maps = torch.where((chosen >= 0)[:, :, None, None], maps, 0.0)
         blank = ~maps.flatten(2).any(2)
@@ -200,6 +222,7 @@ def _explain_parts(
         scale=config.scale,
         fitted=net.fitted,
         class_names=net.class_names,
+        cells=raw.maps[:, k] if config.absolute else None,
     )
 
 
@@ -223,21 +246,22 @@ def _output_size(size: MapSize, classes: Classes, image: GridSize) -> GridSize |
 def _draw_maps(
     views: Iterable[View], classes: Tensor, config: MapConfig, size: GridSize | None
 ) -> tuple[Tensor, RawMaps]:
-    """Return (B, K, H, W) maps of the first B classes, the mean over all views, and the last layer's raw
-    maps."""
-    total, count = torch.zeros(()), 0
+    """Return (B, K, H, W) maps of the first B classes, the mean over all views, and the raw maps of the last
+    layer: those of the last view or, where they are scores of cells, the mean too."""
+    total, scores, count = torch.zeros(()), torch.zeros(()), 0
     for view in views:
         rows = classes[: len(view.passes[0].softmax)]
         raw = [draw_raw_maps(view.net, each, rows, config) for each in view.passes]
         cells = size or GridSize.of(view.passes[-1].features)
         maps = _finished([each.maps for each in raw], config, cells)
-        maps = maps.flip(-1) if view.mirrored else maps
+        maps, last = (each.flip(-1) if view.mirrored else each for each in (maps, raw[-1].maps))
+        scores = scores + last if count and config.absolute else last
         total, count = total + maps if count else maps, count + 1
         del view  # its features and graph, before the next one runs
     if count > 1:
         maps = total / count
-        maps = maps if config.scale == "raw" else unit_range(maps)
-    return maps, raw[-1]
+        maps = unit_range(maps) if config.scale == "unit" else maps
+    return maps, replace(raw[-1], maps=scores / count) if config.absolute else raw[-1]
 
 
 def _joined(drawn: list[tuple[Tensor, RawMaps]]) -> tuple[Tensor, RawMaps]:
@@ -314,13 +338,16 @@ def _draw_part(net: DualBranch, forward_pass: ForwardPass, classes: Tensor, conf
     if method.gives == "maps":
         ones = torch.ones_like(classes, dtype=weights.dtype)
         return RawMaps(weights.expand(-1, classes.shape[1], -1, -1), ones, ones == 0, ones == 0)
-    if config.scale == "raw" and method.gives == "gradients":
+    if config.scale != "unit" and method.gives == "gradients":
         weights = weights * probe.cells  # from a gradient per cell to the weight of the mean
     if weights.stride(-1) == weights.stride(-2) == 0:
         weights = weights[..., :1, :1]  # the same for all cells
     clamped = weights.clamp(min=0) if config.clamp else weights  # keep evidence, drop inhibition
     with no_autocast(weights):
         maps, share = _weighted_sum(clamped, probe.features), _positive_share(weights, probe.features)
+    if config.absolute:  # what no cell accounts for is shared by all: the bias of global average + linear
+        rest = at_least_float32(probe.scores.detach()) - maps.mean((-2, -1))
+        maps = maps + rest[..., None, None]
     flat = weights.flatten(2)
     values = maps, share, ~flat.any(2), ~(flat > 0).any(2)
     return RawMaps(*(v.expand(*classes.shape, *v.shape[2:]) for v in values))

@@ -10,11 +10,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
+from sigcam.core.errors import ConfigError
 from sigcam.core.files import write_atomic, write_png, write_text_atomic
-from sigcam.drawing.overlay import ends, gradient, largest, overlay, with_boxes, with_contour, with_strips
+from sigcam.drawing.overlay import (
+    RANGE,
+    ends,
+    gradient,
+    largest,
+    overlay,
+    with_boxes,
+    with_contour,
+    with_strips,
+)
 from sigcam.methods.postprocess import unit_range
 from sigcam.methods.registry import METHODS, Scale
 from sigcam.methods.targets import Branch
@@ -28,7 +39,7 @@ class Explanation:
     """Maps of one class (or K) per image, and the scores of those classes.
 
     Args:
-        maps: (B, H, W), or (B, K, H, W); in [0, 1] unless `scale` is "raw".
+        maps: (B, H, W), or (B, K, H, W); in [0, 1] unless `scale` is "raw" or "logit".
         classes: (B,) or (B, K) class indices; -1 pads "positive".
         probability: The softmax head's probability of the class.
         evidence: The sigmoid branch's score of the class, in [0, 1], independent of other classes; without
@@ -40,6 +51,8 @@ class Explanation:
             and their scores.
         pictures: The part of each image that the network sees; empty for tensors.
         images: The (B, C, H, W) batch.
+        cells: With scale "logit" or "probability", the logits of cells (B, P, Q) or (B, K, P, Q), whose mean
+            is that of the image; otherwise None.
     """
 
     maps: Tensor
@@ -62,6 +75,7 @@ class Explanation:
     class_names: tuple[str, ...] | None = None
     pictures: tuple[Image.Image, ...] = ()
     images: Tensor | None = None
+    cells: Tensor | None = None
 
     def __repr__(self) -> str:
         shape = " x ".join(map(str, self.maps.shape))
@@ -80,13 +94,56 @@ class Explanation:
         """Return (B, H, W) maps, the first class of each image if there are several."""
         return self.maps if self.maps.ndim == 3 else self.maps[:, 0]
 
-    def boxes(self, threshold: float = 0.2, mode: Literal["largest", "all"] = "largest") -> list[Tensor]:
-        """Return, per image, xyxy boxes (G, 4), in map pixels, of values above `threshold` x the maximum."""
-        return boxes_at(self._unit_maps(), threshold, mode)
+    @property
+    def present(self) -> Tensor:
+        """(B,) or (B, K) whether the evidence of the class is above one half."""
+        return self.evidence > 0.5
+
+    def boxes(
+        self, threshold: float | None = None, mode: Literal["largest", "all"] = "largest"
+    ) -> list[Tensor]:
+        """Return, per image, xyxy boxes (G, 4), in map pixels; zeros if nothing is above the threshold.
+
+        Args:
+            threshold: A probability for maps in probabilities, otherwise a fraction of the map's maximum;
+                by default `default_threshold`.
+        """
+        threshold = self.default_threshold if threshold is None else threshold
+        return boxes_at(self._unit_maps(), threshold, mode, absolute=self.scale == "probability")
+
+    @property
+    def default_threshold(self) -> float:
+        """The threshold of `boxes`: 0.5 for maps in probabilities, 0.2 of the maximum for others."""
+        return 0.5 if self.scale == "probability" else 0.2
+
+    def contribution(self, box: Sequence[float]) -> Tensor:
+        """Return how many logits a region adds to the class's logit, (B,) or (B, K); the contributions of
+        regions that cover the image add up to it. For scale "logit" and "probability".
+
+        Args:
+            box: xyxy in map pixels; cells that it cuts count in part.
+        """
+        if self.cells is None:
+            raise ConfigError("contributions add up for scale='logit' and scale='probability': draw one.")
+        shares = list[Tensor]()
+        sides = zip((box[1], box[0]), (box[3], box[2]), (-2, -1), strict=True)
+        for low, high, axis in sides:
+            count = self.cells.shape[axis]
+            edges = torch.linspace(0, self.maps.shape[axis], count + 1, dtype=torch.float64)
+            inside = torch.minimum(edges[1:], torch.tensor(high)) - torch.maximum(
+                edges[:-1], torch.tensor(low)
+            )
+            shares.append(inside.clamp(min=0) / self.maps.shape[axis])
+        weights = (shares[0][:, None] * shares[1]).to(self.cells)  # (P, Q), 1 in all for the whole image
+        return (self.cells * weights).sum((-2, -1))
+
+    @property
+    def _unit(self) -> str:
+        return "probability" if self.scale == "probability" else RANGE
 
     def _unit_maps(self) -> Tensor:
         maps = self.first_maps()
-        if self.scale == "unit":
+        if self.scale in ("unit", "probability"):
             return maps
         return unit_range(maps.relu() if METHODS[self.method].finish == "relu" else maps)
 
@@ -106,17 +163,19 @@ class Explanation:
             captions: Write class, probability and evidence below.
             legend: Draw a colour bar below, in logits for raw maps.
         """
-        raw, maps = self.scale == "raw", self.first_maps()
+        raw, maps = self.scale in ("raw", "logit"), self.first_maps()
         drawn = [overlay(image, m, signed=raw) for image, m in zip(self._shown_images(), maps, strict=True)]
         if contour is not None:
-            drawn = [with_contour(d, m, contour) for d, m in zip(drawn, self._unit_maps(), strict=True)]
+            pairs, absolute = zip(drawn, self._unit_maps(), strict=True), self.scale == "probability"
+            drawn = [with_contour(d, m, contour, absolute=absolute) for d, m in pairs]
         if boxes is not None:
             drawn = [with_boxes(d, b.tolist()) for d, b in zip(drawn, self.boxes(boxes), strict=True)]
         if captions or legend:
             texts = ["\n".join(self.caption(i)) if captions else "" for i in range(len(self))]
             peaks = [largest(m) if raw else None for m in maps]
+            strips: Any = {"legend": legend, "unit": self._unit}
             parts = zip(drawn, texts, peaks, strict=True)
-            drawn = [with_strips(d, caption=text, legend=legend, peak=peak) for d, text, peak in parts]
+            drawn = [with_strips(d, caption=text, peak=peak, **strips) for d, text, peak in parts]
         return drawn
 
     def caption(self, i: int, k: int = 0) -> list[str]:
@@ -217,10 +276,11 @@ class Explanation:
             scores = self.probability[i].reshape(-1).tolist()
             columns = sorted(columns, key=lambda k: -scores[k])[:NOTEBOOK_MAPS]
         maps = (self.maps[i] if several else self.maps[i : i + 1])[columns]
-        peak = largest(maps) if self.scale == "raw" else None
+        signed = self.scale in ("raw", "logit")
+        peak = largest(maps) if signed else None
         figures = []
         for k, values in zip(columns, maps, strict=True):
-            drawn = overlay(image, values, signed=self.scale == "raw", peak=peak)
+            drawn = overlay(image, values, signed=signed, peak=peak)
             name, *lines = map(escape, self.caption(i, k))
             figures.append(
                 "<figure style='display:inline-block;vertical-align:top;margin:4px;max-width:224px'>"
@@ -230,7 +290,7 @@ class Explanation:
             )
         rest = f"<div style='margin:0 4px'>and {more} more class{'es' * (more > 1)}</div>" if more > 0 else ""
         style = f"display:{'block' if several else 'inline-block;vertical-align:top'};margin:0 8px 12px 0"
-        return f"<div style='{style}'>{''.join(figures)}{legend_html(peak)}{rest}</div>"
+        return f"<div style='{style}'>{''.join(figures)}{legend_html(peak, self._unit)}{rest}</div>"
 
 
 def data_uri(image: Image.Image, quality: int = 85) -> str:
@@ -240,9 +300,9 @@ def data_uri(image: Image.Image, quality: int = 85) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def legend_html(peak: float | None) -> str:
+def legend_html(peak: float | None, unit: str) -> str:
     """Return a small colour bar with its numbers, in the text colour of the page."""
-    left, middle, right = ends(peak)
+    left, middle, right = ends(peak, unit)
     bar = f"display:block;height:8px;border-radius:2px;background:{gradient(signed=peak is not None)}"
     return (
         "<div style='width:216px;max-width:100%;margin:0 4px;font-size:.8em'>"

@@ -59,7 +59,7 @@ def explain_samples(
     config: ExplainConfig,
     *,
     classes: int | None = None,
-    threshold: float = 0.2,
+    threshold: float | None = None,
     captions: bool = False,
     batch_size: int = 16,
     workers: int = 0,
@@ -69,7 +69,7 @@ def explain_samples(
 
     Args:
         classes: the class to explain in every image; by default the predicted one.
-        threshold: box threshold, as a fraction of the map's maximum.
+        threshold: box threshold, as for `Explanation.boxes`.
         captions: write class and scores below the overlays.
     """
     ids = [sample.id for sample in samples]
@@ -100,9 +100,10 @@ def explain_samples(
             ex = config.explain(net, batch.pictures, classes)
             batch_ids = [todo[i].id for i in batch.indices]
             drawn_names = [names[id] for id in batch_ids]
-            ex.save(output, drawn_names, threshold=threshold, captions=captions, scores=False)
+            cut = ex.default_threshold if threshold is None else threshold
+            ex.save(output, drawn_names, threshold=cut, captions=captions, scores=False)
             for id, row, boxes in zip(batch_ids, ex.rows(), ex.boxes(threshold), strict=True):
-                rows[id] = {"image": id, **row, "box": boxes[0].tolist(), "threshold": threshold}
+                rows[id] = {"image": id, **row, "box": boxes[0].tolist(), "threshold": cut}
                 kept = {"row": rows[id], "stamp": stamps[id], "files": _files(output, names[id])}
                 lines[id] = json.dumps(kept)
             checkpoint.save({"images": list(lines.values())})

@@ -69,7 +69,7 @@ def choose_classes(net: DualBranch, forward_pass: ForwardPass, classes: Classes)
         if classes == "top5":
             return class_logits(softmax).topk(min(5, count), dim=1).indices, True
         if classes == "positive":
-            logits = class_logits(forward_pass.sigmoid.detach())
+            logits = class_logits(net.calibration.evidence(forward_pass.sigmoid.detach()))
             top = logits.topk(max(1, int((logits > 0).sum(1).max())), dim=1)
             return torch.where(top.values > 0, top.indices, -1), True
     try:
@@ -128,11 +128,13 @@ class Scores:
     def of(net: DualBranch, forward_pass: ForwardPass, branch: Branch, classes: Tensor) -> Scores:
         """The softmax head's probability, the sigmoid branch's evidence, and the branch's logit."""
         index = classes.clamp(min=0)
-        explained, sigmoid = (
-            class_logits(at_least_float32(branch_logits(forward_pass, b).detach())).gather(1, index)
-            for b in (branch, "sigmoid")
+        logits = at_least_float32(branch_logits(forward_pass, branch).detach())
+        sigmoid = net.calibration.evidence(at_least_float32(forward_pass.sigmoid.detach()))
+        return Scores(
+            class_probabilities(net, forward_pass).gather(1, index),
+            class_logits(sigmoid).gather(1, index).sigmoid(),
+            class_logits(logits).gather(1, index),
         )
-        return Scores(class_probabilities(net, forward_pass).gather(1, index), sigmoid.sigmoid(), explained)
 
 
 def class_probabilities(net: DualBranch, forward_pass: ForwardPass) -> Tensor:

@@ -28,7 +28,7 @@ def unit_range(maps: Tensor, eps: float = 0.0) -> Tensor:
 def finish_maps(maps: Tensor, method: str, size: GridSize, scale: Scale) -> Tensor:
     """Return (B, K, P, Q) maps as score maps (B, K, H, W), finished as the method asks (PROTOCOL 4.3)."""
     min_max = METHODS[method].finish == "min-max"
-    if scale == "raw":
+    if scale != "unit":
         return resize(maps, size, "bicubic" if min_max else "bilinear")
     if min_max:  # path A
         varied = maps.amax((-2, -1), keepdim=True) > maps.amin((-2, -1), keepdim=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from numbers import Integral
-from typing import Concatenate, Literal, ParamSpec, Self
+from typing import Concatenate, Literal, ParamSpec, Self, get_args
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from sigcam.methods.targets import Branch, Target, TargetName, as_target
 
 Function = Callable[[Probe], Tensor]
 Facts = ParamSpec("Facts")
-Scale = Literal["unit", "raw"]
+Scale = Literal["unit", "raw", "logit", "probability"]
 MapSize = Literal["image", "features"] | tuple[int, int] | None  # (height, width)
 
 
@@ -132,8 +132,8 @@ class MapConfig:
         """Return the config with its defaults filled in; ConfigError if a value is unknown."""
         if self.branch not in ("sigmoid", "softmax", "centred"):
             raise ConfigError(f"unknown branch {self.branch!r}: there are sigmoid, softmax and centred.")
-        if self.scale not in ("unit", "raw"):
-            raise ConfigError(f"unknown scale {self.scale!r}: there are unit and raw.")
+        if self.scale not in get_args(Scale):
+            raise ConfigError(f"unknown scale {self.scale!r}: there are {', '.join(get_args(Scale))}.")
         if self.clamp not in (None, True, False):
             raise ConfigError(f"clamp is True, False or None (the branch's default), not {self.clamp!r}.")
         batch_size, top_n = _count("batch_size", self.batch_size), _count("top_n", self.top_n)
@@ -142,7 +142,31 @@ class MapConfig:
         if clamp is None:  # the softmax baseline keeps its signed weights
             clamp = self.branch == "sigmoid" and self.scale == "unit"
         name = method_name(self.method)
-        return replace(self, method=name, clamp=clamp, batch_size=batch_size, top_n=top_n)
+        checked = replace(self, method=name, clamp=clamp, batch_size=batch_size, top_n=top_n)
+        if self.absolute:
+            checked.check_absolute()
+        return checked
+
+    @property
+    def absolute(self) -> bool:
+        """Whether cells are scored so that their mean is the branch's logit."""
+        return self.scale in ("logit", "probability")
+
+    def check_absolute(self) -> None:
+        """Raise ConfigError if cells of these maps have no score that adds up to the branch's logit."""
+        scale, in_logits = f"scale={self.scale!r}", [name for name, m in METHODS.items() if m.in_logits]
+        if not METHODS[self.method].in_logits:
+            raise ConfigError(
+                f"{scale} needs maps in logits, as by {', '.join(in_logits)}, not {self.method}."
+            )
+        if self.clamp:
+            raise ConfigError(f"{scale} adds up positive and negative weights: leave clamp out.")
+        if self.target_name != "class":
+            raise ConfigError(f"{scale} is for the class's own logit: leave target={self.target_name!r} out.")
+        if self.scale == "probability" and self.branch != "sigmoid":
+            raise ConfigError(
+                f"{scale} is calibrated for the sigmoid branch: use scale='logit' for this one."
+            )
 
     @property
     def target_name(self) -> str:

@@ -10,7 +10,9 @@ from sigcam.metrics.fidelity import (
     insertion_deletion_curves,
 )
 from sigcam.metrics.localization import (
+    BoxAccAtHalf,
     EnergyInBox,
+    FalseAlarm,
     GTKnownLoc,
     MaxBoxAcc,
     MaxBoxAccV2,
@@ -25,8 +27,10 @@ from sigcam.metrics.localization import (
 
 __all__ = [
     "AverageDrop",
+    "BoxAccAtHalf",
     "Deletion",
     "EnergyInBox",
+    "FalseAlarm",
     "GTKnownLoc",
     "IncreaseInConfidence",
     "Insertion",

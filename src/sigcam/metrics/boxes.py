@@ -62,16 +62,22 @@ def best_ious(
     return torch.from_numpy(ious)
 
 
-def boxes_at(maps: Tensor, threshold: float, mode: Mode = "largest") -> list[Tensor]:
+def boxes_at(
+    maps: Tensor, threshold: float, mode: Mode = "largest", *, absolute: bool = False
+) -> list[Tensor]:
     """Per image, the boxes (G, 4) of contours above the threshold, largest polygon first; zeros if none.
 
     Holes have contours too. Boxes are xyxy; x1 and y1 are one past the last pixel, but never past the last
     pixel of the image.
+
+    Args:
+        absolute: the threshold is a value of the map, not a fraction of its highest level.
     """
     _check_mode(mode)
     height, width = maps.shape[-2:]
     boxes = list[Tensor]()
-    for mask in foreground(maps, threshold).cpu().numpy():
+    masks = maps > threshold if absolute else foreground(maps, threshold)
+    for mask in masks.cpu().numpy():
         rows = contours(mask)
         rows = rows[np.argsort(-rows[:, 4], kind="stable")][: 1 if mode == "largest" else None, :4]
         rows[:, 2:] = np.minimum(rows[:, 2:] + 1, (width - 1, height - 1))

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from sigcam.core.errors import ConfigError, DataError
 from sigcam.metrics.base import IGNORED, BoxAccuracy, Ids, ImageMetric, flags, image_names, object_masks
-from sigcam.metrics.boxes import THRESHOLDS, largest_box_ious
+from sigcam.metrics.boxes import THRESHOLDS, box_ious, boxes_at, largest_box_ious
 
 _IOU_NAMES = ("30", "50", "70")
 
@@ -164,6 +164,38 @@ class PxAP(ImageMetric):
         precision = true / (true + false).clamp(min=1)
         gained = totals[..., 1, :].double().flip(-1)
         return 100 * (precision * gained).sum(-1) / true[..., -1]
+
+
+class BoxAccAtHalf(ImageMetric):
+    """Images with any contour's box that meets a ground-truth box with IoU >= 0.5 when the map is cut at one
+    half, a value of the map and not a fraction of its maximum: no threshold is chosen. For probabilities."""
+
+    def update(self, maps: Tensor, boxes: Sequence[Tensor], ids: Ids = None) -> None:
+        """Add (B, H, W) maps in [0, 1] with one (G, 4) tensor of boxes in map pixels each."""
+        maps, truth, image, _ = self.check_boxed(maps, boxes, ids)
+        drawn = boxes_at(maps, 0.5, "all", absolute=True)
+        pairs = zip(truth, image.tolist(), strict=True)
+        hits = torch.tensor([bool((box_ious(drawn[i].cpu(), box) >= 0.5).any()) for box, i in pairs])
+        self.add(_any_hit(hits.reshape(-1).bool(), image, len(maps)), ids)
+
+
+class FalseAlarm(ImageMetric):
+    """Images whose map of a class that they do not show is above one half anywhere, and the mean share of the
+    image that is; lower is better. For probabilities: a unit map always reaches 1."""
+
+    higher_is_better = False
+    value_shape = (2,)
+    value_dtype = torch.float64
+
+    def update(self, maps: Tensor, ids: Ids = None) -> None:
+        """Add (B, H, W) maps in [0, 1] of classes that are absent."""
+        maps, _ = self.check_maps(maps, ids)
+        area = (maps > 0.5).flatten(1).double().mean(1)
+        self.add(torch.stack([(area > 0).double(), area], 1), ids)
+
+    def percent(self, totals: Tensor, images: Tensor) -> dict[str, Tensor]:
+        shares = 100 * totals / images
+        return {"false_alarm": shares[..., 0], "false_alarm_area": shares[..., 1]}
 
 
 class PointingGame(ImageMetric):

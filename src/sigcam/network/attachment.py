@@ -14,6 +14,7 @@ from sigcam.core.errors import AttachError, CheckpointError
 from sigcam.core.files import parse_json, write_atomic
 from sigcam.models.preprocess import Preprocess, declared_transform
 from sigcam.models.state_dict import fingerprint
+from sigcam.network.calibration import BranchCalibration
 from sigcam.network.dual import DualBranch
 from sigcam.network.hooks import fresh_autocast_cache
 from sigcam.network.optimize import optimized
@@ -130,6 +131,8 @@ def save_branch(net: DualBranch, path: Path, dtype: torch.dtype | None = None) -
         "fitted": net.fitted,
         "recipe": net.recipe,
     }
+    if net.calibration != BranchCalibration():
+        about["calibration"] = net.calibration.to_json()
     tensors = {
         name: t.detach().to("cpu", dtype if t.is_floating_point() else None, copy=True).contiguous()
         for name, t in net.state_dict().items()
@@ -198,6 +201,11 @@ def load(
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{path} holds NaN or infinite numbers in {name}: fit again.")
     net.recipe, net.fitted = about["recipe"], about["fitted"]
+    if "calibration" in about:
+        try:
+            net.calibration = BranchCalibration.from_json(about["calibration"])
+        except ValueError:
+            raise CheckpointError(f"{path} holds a damaged calibration: fit again.") from None
     return net
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sigcam.core.errors import AttachError
 from sigcam.core.memory import is_out_of_memory
 from sigcam.core.types import GridSize
+from sigcam.network.calibration import BranchCalibration
 from sigcam.network.feature_layer import FeaturePoint
 from sigcam.network.hooks import GradMode, HookedPass, choose_grad_mode, fresh_autocast_cache
 from sigcam.network.image_errors import blame_images
@@ -86,6 +87,7 @@ class DualBranch(nn.Module):
         self.transform = transform
         self.class_names = tuple(class_names) if class_names else None
         self.fitted = False
+        self.calibration = BranchCalibration()
         self.recipe: dict[str, Any] = {}
         self.warned = False  # whether the warning about an unfitted branch was given
         self.linear = frozenset[str]()  # branches whose logits are W mean(F) + b, found by `prepare`
@@ -151,6 +153,11 @@ class DualBranch(nn.Module):
             fp = self.run(images)
         return Branches(fp.softmax, fp.sigmoid, fp.features, fp.pooled)
 
+    def evidence(self, logits: Tensor) -> Tensor:
+        """Return the branch's logits as evidence in [0, 1]. If the branch was fitted with background, it is
+        calibrated: at one half, the class is as likely shown as another class or background."""
+        return self.calibration.evidence(logits).sigmoid()
+
     def run(self, images: Tensor, *, grad: bool = False) -> ForwardPass:
         """Run one pass. With `grad`, both heads' logits are differentiable with respect to `.cut`."""
         return self.run_at((self.split.point,), images, grad=grad)[0]
@@ -204,6 +211,15 @@ class DualBranch(nn.Module):
                     raise
                 self._joining[point] = False
         return self._joining[point]
+
+    def with_features(self, forward_pass: ForwardPass, features: Tensor) -> ForwardPass:
+        """Return the outputs of the images with other features, (B, N, P, Q), in place of their own; what
+        precedes F runs on one image, unless a path around F needs them all."""
+        point, images, cut = forward_pass.point, forward_pass.images, forward_pass.cut.detach()
+        swap = point.fold.unfold(features, cut)
+        if self._joins_batches(point, images[:1], cut.narrow(point.fold.batch_axis, 0, 1)):
+            images = images[:1]
+        return self.run_at((point,), images, swap=swap)[0]
 
     def _hooked(self, points: FeaturePoints, images: Tensor, **options: Any) -> HookedPass:
         hides_nan = getattr(self.model, "hides_nan", False) and not bool(images.isfinite().all())

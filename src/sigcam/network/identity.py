@@ -30,6 +30,7 @@ def network_facts(net: DualBranch, transform: Transform | None) -> dict[str, Any
     return {
         "classifier": fingerprint(net.original),
         "branch": fingerprint(net.sigmoid),
+        "calibration": net.calibration.to_json(),
         "structure": [repr(net.original), repr(net.split), net.model is net.original, net.input_shape],
         "class names": net.class_names,
         "preprocessing": transform_facts(transform),

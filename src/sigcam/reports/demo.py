@@ -141,7 +141,7 @@ def _top_scores(net: DualBranch, samples: Samples) -> tuple[Tensor, Tensor]:
         for batch in load_batches(samples, net.transform, batch_size=8):
             out = net(batch.images.to(net.device))
             probability.append(out.softmax.softmax(1).amax(1).cpu())
-            evidence.append(out.sigmoid.sigmoid().amax(1).cpu())
+            evidence.append(net.evidence(out.sigmoid).amax(1).cpu())
     return torch.cat(probability), torch.cat(evidence)
 
 

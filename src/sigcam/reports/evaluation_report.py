@@ -104,7 +104,7 @@ def _tables(result: Result, curves: Curves) -> Section:
 def _number(row: Row, result: Result, curves: Curves) -> Number:
     """The row as a cell, with its difference from the softmax head's signed maps."""
     metric = metric_of(row["metric"])
-    key = MetricKey(row["method"], row["branch"], row["clamp"], metric, row["scorer"])
+    key = MetricKey(row["method"], row["branch"], row["clamp"], metric, row["scorer"], row["scale"])
     difference = curves.differences.get((key, row["metric"], row["threshold_from"]))
     better = None
     if difference is not None and not difference.low <= 0 <= difference.high:

@@ -70,7 +70,7 @@ def explain_page(
             " Beside each map is the softmax head's of the same class; their disagreement is 1 minus "
             "their overlap, from 0 (equal) to 1 (nothing in common)."
         )
-    gallery = Gallery(cards, grouped_by="predicted class", signed=first["scale"] == "raw")
+    gallery = Gallery(cards, grouped_by="predicted class", signed=first["scale"] in ("raw", "logit"))
     foot = f"{len(cards)} of {len(rows)} images are shown, evenly chosen." if len(cards) < len(rows) else ""
     return render_page(
         "Evidence maps",
@@ -94,7 +94,7 @@ def _card(
     row: Mapping[str, Any], label: str, image: Image.Image, values: Tensor, other_map: Tensor | None
 ) -> Card:
     """The card of one image, with the softmax head's map beside its own if there is one."""
-    raw, top, name = row["scale"] == "raw", row["top"], row["class_name"]
+    raw, top, name = row["scale"] in ("raw", "logit"), row["top"], row["class_name"]
     drawn = with_boxes(overlay(image, values, signed=raw), [row["box"]])
     shots = [_shot(drawn, values, row["branch"], f"{name} on {row['image']}", raw)]
     facts = [("label", label)] if label else []

@@ -66,7 +66,7 @@ def distortions_figure(net: DualBranch, samples: Samples) -> Any:
             weight[:, channels] += delta
         forward = double.run(image, grad=True)
         top = forward.softmax.softmax(1)[0].sort(descending=True).values
-        evidence = forward.sigmoid[0, label].sigmoid()
+        evidence = net.evidence(forward.sigmoid[0, label])
         texts = f"probabilities {top[0]:.6f}, {top[1]:.6f}", f"evidence {evidence:.6f}"
         for row, branch in enumerate(BOTH_HEADS):
             ex = explain_pass(double, forward, MapConfig(branch=branch))

@@ -20,6 +20,7 @@ def fit_summary(result: FitResult) -> dict[str, Any]:
         "images per class": f"{min(result.label_counts)} to {max(result.label_counts)}",
         "positive weight": weight if isinstance(weight, float) else f"{min(weight):.4g} to {max(weight):.4g}",
         "l2": result.l2,
+        "background": result.background,
         "loss": result.losses[-1],
     }
     if quality:
@@ -30,6 +31,14 @@ def fit_summary(result: FitResult) -> dict[str, Any]:
             "calibration error": quality.calibration.error,
             "calibration error less log(positive weight)": quality.shifted.error,
         }
+    if result.calibration:
+        tried = dict(result.background_search)
+        if result.background in tried:
+            facts["held-out mean average precision without background"] = tried[0.0]
+        facts["images with too little background"] = result.without_background
+        scale = result.calibration.evidence
+        facts["evidence"] = f"sigmoid({scale.scale:.3g} logit {scale.shift:+.3g})"
+        facts["maps calibrated at zoom"] = ", ".join(f"{zoom:g}" for zoom in result.calibration.maps)
     shares = result.positive_share
     facts |= {
         "positive weights": f"{min(shares):.0%} to {max(shares):.0%} per class",

@@ -1,6 +1,8 @@
 """fit: train the sigmoid branch, and nothing else, with class-balanced binary cross-entropy (Eq. 12)."""
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +18,15 @@ from sigcam.data.images import images_from_paths
 from sigcam.data.sample import Samples
 from sigcam.metrics.classification import Quality
 from sigcam.models.preprocess import Transform
+from sigcam.network.calibration import BranchCalibration
 from sigcam.network.dual import DualBranch
+from sigcam.training.background import why_no_background
+from sigcam.training.calibration import calibrate
 from sigcam.training.feature_reader import HeadInputs
-from sigcam.training.features import Features, TrainingData, all_labels, extract, match_labels
+from sigcam.training.features import Features, TrainingData, all_labels, extract, length_of, match_labels
 from sigcam.training.loss import check_labels, pos_weights, positives_of
 from sigcam.training.recipes import TrainedHead, solve_head, train_cached, train_fresh
+from sigcam.training.selection import MIN_HELD_OUT
 from sigcam.training.settings import check_fit_config
 from sigcam.training.training_set import choose_held_out, make_training_set
 
@@ -38,6 +44,10 @@ class FitResult:
         pos_weight: weight of a positive label; one per class where they differ.
         l2: strength of the penalty.
         search: (l2, held-out mean average precision) of each strength tried.
+        background: weight of the images' backgrounds; 0 if none were used.
+        background_search: (weight, held-out mean average precision) of each weight tried.
+        without_background: images that have too little background to learn from.
+        calibration: scales and shifts that make probabilities of logits; None without backgrounds.
         positive_share: share of positive weights of each class in the last layer.
         skipped: (id, reason) of images that could not be read.
         seconds: duration of each stage.
@@ -50,6 +60,10 @@ class FitResult:
     pos_weight: float | tuple[float, ...]
     l2: float
     search: tuple[tuple[float, float], ...]
+    background: float
+    background_search: tuple[tuple[float, float], ...]
+    without_background: int
+    calibration: BranchCalibration | None
     quality: Quality | None
     positive_share: tuple[float, ...]
     skipped: tuple[tuple[str, str], ...]
@@ -90,26 +104,7 @@ def fit(
             raise ConfigError("calibrate=True needs a head with exactly one output layer that has a bias.")
         if config.recipe == "fast":
             read = partial(extract, net, inputs=inputs, transform=transform, cache=folder, progress=progress)
-            features, others = read(data, config), None
-            if negatives is not None:
-                images = images_from_paths([negatives]) if isinstance(negatives, str | Path) else negatives
-                others = read(images, config, labelled=False)
-                if not sum(all_gather(len(others))):
-                    reason = others.skipped[0][1]
-                    raise DataError(f"no image without a class could be read, the first: {reason}")
-            positions, labels = features.gather_labels()
-            pos_weight = _positive_weights(labels, net.classes, config, features.skipped)
-            held_out = positions[choose_held_out(labels, config)]
-            rows = make_training_set(net, features, others, held_out, config)
-            if inputs.layer is not None:
-                trained = solve_head(net, inputs.layer, rows, pos_weight, config, progress)
-            else:
-                trained = train_cached(net, rows, pos_weight, config, progress)
-            trained = replace(
-                trained,
-                skipped=features.skipped + (others.skipped if others else ()),
-                seconds={**features.seconds, **(others.seconds if others else {}), **trained.seconds},
-            )
+            trained, labels, pos_weight = _fit_cached(net, inputs, data, config, negatives, read, progress)
         else:
             if isinstance(data, Features):
                 raise ConfigError(f"recipe {config.recipe} computes features in every epoch: give it images.")
@@ -118,6 +113,60 @@ def fit(
             pos_weight = _positive_weights(labels, net.classes, config, ())
             trained = train_fresh(net, data, pos_weight, config, transform, folder, progress)
         return _install(net, data, config, trained, labels, pos_weight)
+
+
+def _fit_cached(
+    net: DualBranch,
+    inputs: HeadInputs,
+    data: TrainingData | Features,
+    config: FitConfig,
+    negatives: TrainingData | Features | str | Path | None,
+    read: Callable[..., Features],
+    progress: Progress | None,
+) -> tuple[TrainedHead, Tensor, Tensor]:
+    """Train on features that are computed once; return the head, all labels and the weights of positives."""
+    features, others = read(data, config, backgrounds=_wants_backgrounds(net, data, config)), None
+    if negatives is not None:
+        images = images_from_paths([negatives]) if isinstance(negatives, str | Path) else negatives
+        others = read(images, config, labelled=False)
+        if not sum(all_gather(len(others))):
+            reason = others.skipped[0][1]
+            raise DataError(f"no image without a class could be read, the first: {reason}")
+    positions, labels = features.gather_labels()
+    pos_weight = _positive_weights(labels, net.classes, config, features.skipped)
+    held_out = positions[choose_held_out(labels, config)]
+    rows = make_training_set(net, features, others, held_out, config)
+    if inputs.layer is not None:
+        trained = solve_head(net, inputs.layer, rows, pos_weight, config, progress)
+    else:
+        trained = train_cached(net, rows, pos_weight, config, progress)
+    seconds = {**features.seconds, **(others.seconds if others else {}), **trained.seconds}
+    calibration, few = None, 0
+    if features.backgrounds:
+        began = time.perf_counter()
+        calibration = calibrate(net, data, features, held_out, trained, config, read)
+        seconds["calibration"] = time.perf_counter() - began
+        few = sum(all_gather(int((~features.backgrounds[0].flatten(1).isfinite().all(1)).sum())))
+    skipped = features.skipped + (others.skipped if others else ())
+    trained = replace(trained, calibration=calibration, without_background=few, skipped=skipped)
+    return replace(trained, seconds=seconds), labels, pos_weight
+
+
+def _wants_backgrounds(net: DualBranch, data: TrainingData | Features, config: FitConfig) -> bool:
+    """Return whether backgrounds are to be computed; ConfigError if they are asked for and cannot be."""
+    reason = why_no_background(net)
+    if isinstance(data, Features) and not data.backgrounds:
+        reason = "features that were computed before have no backgrounds"
+        if any(zoom != 1 for zoom in config.zooms):
+            raise ConfigError("zooms are calibrated on images: give images instead of features.")
+    if config.background == "auto":
+        if config.calibrate or 0 < length_of(data) * config.holdout < MIN_HELD_OUT or not config.holdout:
+            return False
+        if reason:
+            log.warning("the branch is fitted without background evidence: %s.", reason)
+    elif config.background and reason:
+        raise ConfigError(f"{reason}: use background=0.")
+    return config.background != 0 and reason is None
 
 
 def _positive_weights(
@@ -163,9 +212,10 @@ def _install(
             bias.sub_(pos_weight.log().to(bias))
     weights = tuple(pos_weight.tolist())
     weight = weights[0] if len(set(weights)) == 1 else weights
-    net.fitted = True
+    net.fitted, net.calibration = True, trained.calibration or BranchCalibration()
     about = {"images": len(labels), "pos_weight": weight, "l2": trained.l2, "final_loss": trained.losses[-1]}
-    net.recipe = asdict(config) | about
+    about["background"] = trained.background
+    net.recipe = asdict(config) | about | {"zooms": list(config.zooms)}  # as the branch file keeps it
     if isinstance(data, Samples) and net.class_names is None and len(data.classes) == max(net.classes, 2):
         net.class_names = data.classes
     if skipped := trained.skipped:
@@ -179,6 +229,10 @@ def _install(
         pos_weight=weight,
         l2=trained.l2,
         search=trained.search,
+        background=trained.background,
+        background_search=trained.background_search,
+        without_background=trained.without_background,
+        calibration=trained.calibration,
         quality=trained.quality,
         positive_share=tuple((last_layer > 0).float().mean(1).tolist()),
         skipped=skipped,

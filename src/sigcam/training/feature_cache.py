@@ -2,10 +2,10 @@
 
 A cache is a folder named after a hash of everything the features depend on: the classifier's weights, the
 layer, the preprocessing, the view, the precision, the list of images, the versions of packages and of this
-code, and what comes out for a test input. `features.bin` holds one row per
-image, `sums.bin` a checksum per chunk of rows. A checksum covers the chunk's rows and the size and date of
-its image files, and is written after the rows. After a kill, a flipped byte or a changed image, exactly the
-affected chunks are computed again. Several processes may fill one cache, each its own chunks.
+code, and what comes out for a test input. `features.bin` holds one row per image, `sums.bin` a checksum per
+chunk of rows. A checksum covers the chunk's rows, the size and date of its image files and, for features of
+backgrounds, the labels, and is written after the rows. After a kill, a flipped byte or a changed image,
+exactly the affected chunks are computed again. Several processes may fill one cache, each its own chunks.
 """
 
 import hashlib
@@ -64,8 +64,12 @@ class FeatureStore:
     @cached_property
     def stamps(self) -> list[str]:
         """Id, size and date of each image file, taken before the first image is read: one that changes while
-        features are computed is computed again by the next run."""
-        return [f"{sample.id}\0{file_stamp(sample.path) if sample.path else ''}" for sample in self.samples]
+        features are computed is computed again by the next run. For backgrounds, the label too: it says where
+        they are."""
+        stamps = [f"{sample.id}\0{file_stamp(sample.path) if sample.path else ''}" for sample in self.samples]
+        if "background" not in self.facts:
+            return stamps
+        return [f"{stamp}\0{sample.label}" for stamp, sample in zip(stamps, self.samples, strict=True)]
 
     def is_allocated(self) -> bool:
         """Return whether the file has its full size; chunks may be missing all the same."""

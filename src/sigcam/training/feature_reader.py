@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,11 @@ from sigcam.models.preprocess import Preprocess, Transform
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.dual import DualBranch, linear_weight
 from sigcam.network.identity import hash_of_tensors, machine_facts, noise_input, transform_facts
+from sigcam.network.image_errors import blame_images
 from sigcam.network.optimize import optimized
 from sigcam.network.trace import chunks
+from sigcam.network.zoom import zoomed
+from sigcam.training.background import background_inputs, classes_of
 from sigcam.training.feature_cache import DTYPES, IMAGES_PER_CHUNK, FeatureStore, check_space, find_store
 
 log = logging.getLogger("sigcam")
@@ -62,26 +66,47 @@ class HeadInputs:
         except AttachError:  # the model cannot be copied
             return net
 
-    def compute(self, images: Tensor, config: FitConfig, who: str) -> Tensor:
-        """Return the head's input (B, ...) for images (B, 3, H, W), on the CPU, in the cache's precision;
-        errors call the images `who`."""
-        exact = self.exact(images, config)
-        rows = exact.to(DTYPES[config.precision]).cpu()
-        if not bool(torch.isfinite(rows).all()):
+    def compute(
+        self,
+        images: Tensor,
+        config: FitConfig,
+        who: str,
+        classes: Tensor | None = None,
+        zoom: float = 1.0,
+    ) -> list[Tensor]:
+        """Return the head's input (B, ...) for images (B, 3, H, W), on the CPU, in the cache's precision and,
+        given the (B, K) `classes` that they show, that for their backgrounds: infinite where there is none.
+        Errors call the images `who`."""
+        exact, *others = self.exact(images, config, classes, zoom)
+        stored = [kind.to(DTYPES[config.precision]).cpu() for kind in (exact, *others)]
+        if not bool(torch.isfinite(stored[0]).all()):
             if bool(torch.isfinite(exact).all()):
                 raise DataError(f"features of {who} are too large for float16: set precision to bfloat16.")
             raise DataError(f"features are not finite among {who}: check images and weights.")
-        return rows
+        return stored
 
     @torch.no_grad()
-    def exact(self, images: Tensor, config: FitConfig) -> Tensor:
-        """Return the head's input (B, ...) before it is rounded to the cache's precision."""
+    def exact(
+        self, images: Tensor, config: FitConfig, classes: Tensor | None = None, zoom: float = 1.0
+    ) -> list[Tensor]:
+        """Return what `compute` does before it is rounded to the cache's precision."""
         net = self.fast_net
         dtype = next(net.model.parameters()).dtype if images.is_floating_point() else images.dtype
         images = images.to(net.device, dtype, non_blocking=True)
+        net, images = zoomed(net, images, zoom)
         half = torch.bfloat16 if net.device.type == "cpu" else torch.float16
+        grad, rows = classes is not None and "softmax" not in net.linear, list[list[Tensor]]()
+        batches = chunks(images)
+        shown = [None] * len(batches) if classes is None else classes.split([len(part) for part in batches])
         with torch.autocast(net.device.type, dtype=half, enabled=config.autocast):
-            return torch.cat([_reduced(net(part).pooled, self.linear).float() for part in chunks(images)])
+            for part, index in zip(batches, shown, strict=True):
+                with blame_images(net, part):
+                    forward_pass = net.run(part, grad=grad)
+                rows.append([_reduced(forward_pass.pooled.detach(), self.linear).float()])
+                if index is not None:
+                    background = background_inputs(net, forward_pass, index.to(net.device), config)
+                    rows[-1].append(_reduced(background, self.linear).float())
+        return [torch.cat(kind) for kind in zip(*rows, strict=True)]
 
 
 def _reduced(pooled: Tensor, linear: bool) -> Tensor:
@@ -131,7 +156,12 @@ class MemoryStore:
 
 @dataclass(frozen=True)
 class FeatureReader:
-    """Computes the features of samples. Of n processes, each computes and reads every n-th chunk."""
+    """Computes the features of samples. Of n processes, each computes and reads every n-th chunk.
+
+    Args:
+        backgrounds: also compute the features of each view's background, which depend on the labels.
+        zoom: enlargement of the images.
+    """
 
     inputs: HeadInputs
     samples: Samples
@@ -139,10 +169,13 @@ class FeatureReader:
     transform: Transform
     stage: str
     progress: Progress | None
+    backgrounds: bool = False
+    zoom: float = 1.0
 
     def read(self, cache: Path | None) -> tuple[tuple[Tensor, ...], Tensor, tuple[Skipped, ...]]:
-        """Return one (n, ...) tensor per view and the (n,) positions of this process's readable images, and
-        the unreadable images of all processes. Chunks that are not in the cache are computed."""
+        """Return one (n, ...) tensor per view, then one per view's backgrounds; the (n,) positions of this
+        process's readable images; and the unreadable images of all processes. Chunks that are not in the
+        cache are computed."""
         stores = self._open_stores(cache)
         local = local_batches(-(-len(self.samples) // IMAGES_PER_CHUNK))
         missing = [set(store.missing(local)) | self._readable_again(store, local) for store in stores]
@@ -194,27 +227,39 @@ class FeatureReader:
             who = f"images {samples[rows[0]].id} to {samples[rows[-1]].id}"
             readable = torch.tensor(batch.indices, dtype=torch.int64) - number * IMAGES_PER_CHUNK
             skipped.update(batch.skipped)
-            for view, store in enumerate(stores):
-                if chunk in missing[view]:
-                    features = torch.full((len(rows), *self.inputs.shape), torch.nan, dtype=dtype)
+            shown = None
+            if self.backgrounds and batch.labels is not None:
+                shown = classes_of(batch.labels, self.inputs.net.classes)
+            for view in range(config.views):
+                kinds = range(view, len(stores), config.views)  # the view, and its backgrounds
+                if any(chunk in missing[kind] for kind in kinds):
+                    features = torch.full((len(kinds), len(rows), *self.inputs.shape), torch.nan, dtype=dtype)
                     if len(readable):
                         images = batch.images.flip(-1) if view else batch.images
-                        features[readable] = self.inputs.compute(images, config, who)
-                    store.write(chunk, features)
+                        computed = self.inputs.compute(images, config, who, shown, self.zoom)
+                        features[:, readable] = torch.stack(computed)
+                    for kind, each in zip(kinds, features, strict=True):
+                        stores[kind].write(chunk, each)
             done += len(rows)
             if self.progress:
                 self.progress(self.stage, done, total)
         return skipped
 
     def _open_stores(self, cache: Path | None) -> Sequence[FeatureStore | MemoryStore]:
-        """Return a store per view; on disk if samples and transform have names that find them again."""
-        net, config, views = self.inputs.fast_net, self.config, range(self.config.views)
+        """Return a store per view, then one per view's backgrounds; on disk if samples and transform have
+        names that find them again."""
+        net, config = self.inputs.fast_net, self.config
+        kinds: list[dict[str, Any]] = [{"view": view} for view in range(config.views)]
+        if self.zoom != 1:
+            kinds = [{**kind, "zoom": self.zoom} for kind in kinds]
+        if self.backgrounds:
+            kinds += [{**kind, "background": config.background_threshold} for kind in kinds]
         have_paths = all(sample.path is not None for sample in self.samples)
         if cache is None or not have_paths or not isinstance(self.transform, Preprocess):
             if cache is not None and have_paths:
                 log.warning("features stay in memory: a transform of your own has no name to find them by.")
-            check_features(len(self.samples) * len(views), self.inputs.shape)
-            return [MemoryStore(len(self.samples), self.inputs.shape, config) for _ in views]
+            check_features(len(self.samples) * len(kinds), self.inputs.shape)
+            return [MemoryStore(len(self.samples), self.inputs.shape, config) for _ in kinds]
         facts = {
             "model": type(net.model).__name__,
             "graph": hashlib.blake2b(repr(net.original).encode(), digest_size=8).hexdigest(),
@@ -224,12 +269,12 @@ class FeatureReader:
             "transform": transform_facts(self.transform),
             "autocast": config.autocast,
             "optimized": net.model is not net.original,
-            "outputs": hash_of_tensors([self.inputs.exact(noise_input(net), config)]),
+            "outputs": hash_of_tensors(self.inputs.exact(noise_input(net), config)),
             **machine_facts(net.device),
             "software": work_key(None),
         }
         find = partial(find_store, cache, self.samples, self.inputs.shape, config.precision)
-        stores = [find({**facts, "view": view}) for view in views]
+        stores = [find({**facts, **kind}) for kind in kinds]
         if rank() == 0:
             check_space(cache, sum(store.size for store in stores if not store.is_allocated()))
         barrier()

@@ -23,6 +23,7 @@ from sigcam.data.sample import Sample, Samples, match_classes, name_classes
 from sigcam.data.text_files import MAX_CLASSES
 from sigcam.models.preprocess import Transform
 from sigcam.network.dual import DualBranch
+from sigcam.training.background import classes_of
 from sigcam.training.feature_cache import DTYPES
 from sigcam.training.feature_reader import FeatureReader, HeadInputs, check_features
 from sigcam.training.loss import as_targets, check_labels
@@ -44,6 +45,8 @@ class Features:
         index: (n,) position of each image in the whole data; None if these are all images, in order.
         skipped: (id, reason) of each image of any process that could not be read.
         seconds: duration of each stage.
+        backgrounds: one (n, ...) tensor per view, of the images' backgrounds; infinite for an image that has
+            too little of it. Empty if they were not computed.
     """
 
     views: tuple[Tensor, ...]
@@ -51,6 +54,7 @@ class Features:
     index: Tensor | None = None
     skipped: tuple[Skipped, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
+    backgrounds: tuple[Tensor, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -77,6 +81,9 @@ def extract(
     cache: Path | None = None,
     progress: Progress | None = None,
     labelled: bool = True,
+    backgrounds: bool = False,
+    zoom: float = 1.0,
+    only: Tensor | None = None,
 ) -> Features:
     """Return the features of this process's share of the data, in the precision of the cache.
 
@@ -84,23 +91,31 @@ def extract(
         inputs: the head's inputs, if they are known already.
         cache: folder of the cache; None keeps features in memory, as for all data but `Samples` with paths.
         labelled: False for images that show none of the classes: their labels are -1.
+        backgrounds: also compute the features of the images' backgrounds; for labelled data.
+        zoom: enlargement of the images.
+        only: sorted positions of the images to use; all by default.
     """
     began, stage = time.perf_counter(), "features" if labelled else "negatives"
+    stage = stage if zoom == 1 else f"zoom {zoom:g}"
     inputs = inputs or HeadInputs(net)
     if isinstance(data, Features):
         features = _local_share(inputs, data, config, labelled)
     elif isinstance(data := match_labels(net, data) if labelled else as_samples(net, data), Samples):
         transform = preprocessing(net, transform)
+        if only is not None:
+            data = Samples(tuple(data[i] for i in only.tolist()), data.classes)
         labels = all_labels(net, data, config) if labelled else torch.full((len(data),), -1)
         if labelled:
             check_labels(labels, net.classes)
         features = Features((torch.empty(0),) * config.views, labels)
         if len(data):
-            reader = FeatureReader(inputs, data, config, transform, stage, progress)
-            views, index, skipped = reader.read(cache)
-            features = Features(views, labels[index], index, skipped)
+            reader = FeatureReader(inputs, data, config, transform, stage, progress, backgrounds, zoom)
+            rows, index, skipped = reader.read(cache)
+            views, alone = rows[: config.views], rows[config.views :]
+            features = Features(views, labels[index], index, skipped, backgrounds=alone)
     elif hasattr(data, "__getitem__") or hasattr(data, "__iter__"):
-        features = _from_batches(inputs, data, config, progress, stage, labelled)
+        reading = inputs, data, config, progress, stage
+        features = _from_batches(*reading, labelled, backgrounds=backgrounds, zoom=zoom, only=only)
     else:
         raise DataError(f"fit takes Samples, a torch Dataset or a DataLoader, not {type(data).__name__}.")
     return replace(features, seconds={**features.seconds, stage: time.perf_counter() - began})
@@ -177,35 +192,57 @@ def _local_share(inputs: HeadInputs, data: Features, config: FitConfig, labelled
     if labelled:
         check_labels(data.labels, inputs.net.classes)
     index = torch.arange(rank(), len(data), world_size())
-    views = tuple(view[index].to(DTYPES[config.precision]) for view in data.views[: config.views])
+    dtype = DTYPES[config.precision]
+    views = tuple(view[index].to(dtype) for view in data.views[: config.views])
     if any(not bool(torch.isfinite(view).all()) for view in views):
         raise DataError(f"some of the features are not finite in {config.precision}.")
-    return replace(data, views=views, labels=data.labels[index], index=index)
+    alone = tuple(view[index].to(dtype) for view in data.backgrounds[: config.views])
+    return replace(data, views=views, labels=data.labels[index], index=index, backgrounds=alone)
 
 
 def _from_batches(
-    inputs: HeadInputs, data: Any, config: FitConfig, progress: Progress | None, stage: str, labelled: bool
+    inputs: HeadInputs,
+    data: Any,
+    config: FitConfig,
+    progress: Progress | None,
+    stage: str,
+    labelled: bool,
+    *,
+    backgrounds: bool,
+    zoom: float,
+    only: Tensor | None,
 ) -> Features:
     """Return the features of a torch Dataset or DataLoader; each of n processes takes every n-th batch."""
-    check_features(length_of(data) * config.views, inputs.shape)
-    views: list[list[Tensor]] = [[] for _ in range(config.views)]
+    rows: list[list[Tensor]] = [[] for _ in range(config.views * (2 if backgrounds else 1))]
+    check_features(length_of(data) * len(rows), inputs.shape)
     labels, index, count = list[Tensor](), list[Tensor](), 0
     for number, item in enumerate(batches_of(data, config)):
         images, targets = check_batch(item, inputs.net.classes, labelled=labelled)
         first, count = count, count + len(images)
         if number % world_size() == rank():
-            for view, rows in enumerate(views):
-                mirrored = images.flip(-1) if view else images
-                rows.append(inputs.compute(mirrored, config, f"images {first} to {count - 1}"))
+            positions = torch.arange(first, count)
+            if only is not None:
+                chosen = torch.isin(positions, only)
+                images, targets, positions = images[chosen], targets[chosen], positions[chosen]
+            shown = classes_of(targets, inputs.net.classes) if backgrounds else None
+            if len(images):
+                who = f"images {first} to {count - 1}"
+                for view in range(config.views):
+                    mirrored = images.flip(-1) if view else images
+                    computed = inputs.compute(mirrored, config, who, shown, zoom)
+                    for kind, part in enumerate(computed):
+                        rows[view + kind * config.views].append(part)
             labels.append(targets)
-            index.append(torch.arange(first, count))
+            index.append(positions)
             if progress:
                 progress(stage, count, max(length_of(data), count))
     if not count:
         return Features((torch.empty(0),) * config.views, torch.empty(0))
     if not labels:
         raise DataError(f"one batch is too little for {world_size()} processes: use smaller batches.")
-    return Features(tuple(torch.cat(view) for view in views), torch.cat(labels), torch.cat(index))
+    kinds = [torch.cat(kind) if kind else torch.empty(0, *inputs.shape) for kind in rows]
+    views, alone = tuple(kinds[: config.views]), tuple(kinds[config.views :])
+    return Features(views, torch.cat(labels), torch.cat(index), backgrounds=alone)
 
 
 def batches_of(data: Any, config: FitConfig, *, shuffle: bool = False) -> Iterable[Any]:

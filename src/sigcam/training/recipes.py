@@ -3,7 +3,7 @@
 import copy
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,13 +23,16 @@ from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint
 from sigcam.metrics.classification import Quality, average_precision, both_ways, quality_of
 from sigcam.models.preprocess import Transform
+from sigcam.network.calibration import BranchCalibration
 from sigcam.network.dual import DualBranch, linear_weight
 from sigcam.network.identity import network_facts
 from sigcam.network.trace import chunks
 from sigcam.training.augmentation import augmented
+from sigcam.training.contrast import solve_contrast
 from sigcam.training.features import TrainingData, batches_of, check_batch, length_of, preprocessing
 from sigcam.training.logistic import Solution, find_axes, solve
 from sigcam.training.loss import as_targets, balanced_bce
+from sigcam.training.selection import choose_background, choose_l2
 from sigcam.training.training_set import TrainingSet
 
 L2_CANDIDATES = (1.0, 0.1, 0.01, 0.001)  # the strongest first
@@ -37,16 +40,28 @@ L2_WITHOUT_SEARCH = 0.1  # if no image can be held out
 SEARCH_GRADIENT = 1e-3  # gradient norm at which solving stops during the search
 PAPER_EPOCHS, CACHED_EPOCHS, PATIENCE_EPOCHS = 10, 30, 5
 DEFAULT_LR = 1e-3
+Logits = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class TrainedHead:
-    """The state of the branch's head after training. The other fields are those of `FitResult`."""
+    """The state of the branch's head after training. The other fields are those of `FitResult`.
+
+    Args:
+        logits: logits (n, C) of what enters the head (n, ...).
+        unseen_logits: the same by a head trained without the held-out images; None if there are none.
+    """
 
     state: dict[str, Tensor]
     losses: tuple[float, ...]
     l2: float
+    background: float = 0.0
+    logits: Logits | None = None
+    unseen_logits: Logits | None = None
+    calibration: BranchCalibration | None = None
+    without_background: int = 0
     search: tuple[tuple[float, float], ...] = ()
+    background_search: tuple[tuple[float, float], ...] = ()
     quality: Quality | None = None
     gradient: float | None = None
     skipped: tuple[Skipped, ...] = ()
@@ -64,18 +79,24 @@ def solve_head(
     """Return the head whose linear `layer` minimises the loss and penalty (Eq. 12)."""
     began, device = time.perf_counter(), data.features.device
     intercept = getattr(layer, "bias", None) is not None
-    solver = partial(
+    background = 0.0 if config.background == "auto" else float(config.background)
+    everything, data = data, data.with_background(background)
+    axes = find_axes(data, intercept=intercept)
+    solver: Callable[..., Solution] = partial(
         solve,
-        axes=find_axes(data, intercept=intercept),
+        axes=axes,
         classes=net.classes,
         pos_weight=pos_weight.to(device),
         prior=_softmax_prior(net).to(device) if config.prior == "softmax" else None,
         intercept=intercept,
     )
+    if config.loss == "background-softmax":
+        solver = partial(solve_contrast, axes=axes, classes=net.classes, intercept=intercept)
     candidates = L2_CANDIDATES if config.l2 == "auto" else (float(config.l2),)
     l2 = L2_WITHOUT_SEARCH if config.l2 == "auto" else float(config.l2)
     solutions, scores, quality = dict[float, Solution](), list[tuple[float, Tensor]](), None
-    search = list[tuple[float, float]]()
+    search, unseen = list[tuple[float, float]](), None
+    background_search = list[tuple[float, float]]()
     if sum(all_gather(int(data.scored.sum()))):
         train, solution = data.select(~data.held_out), None
         for number, strength in enumerate(candidates):
@@ -92,10 +113,21 @@ def solve_head(
                 progress("penalty", len(candidates) if stop else number + 1, len(candidates))
             if stop:
                 break
-        quality = quality_of(*data.held_out_logits(solutions[l2].logits, net.classes), pos_weight)
+        unseen, tolerance = solutions[l2], SEARCH_GRADIENT / (2 * l2)
+
+        def solve_with(weight: float) -> tuple[Solution, Tensor]:
+            rows = everything.with_background(weight)
+            solution = solver(rows.select(~rows.held_out), l2=l2, start=unseen, tolerance=tolerance)
+            held_out = data.held_out_logits(solution.logits, net.classes)
+            return solution, average_precision(*both_ways(*held_out))
+
+        if config.background == "auto" and everything.can_choose_background():
+            background, found, background_search = choose_background(dict(scores)[l2], solve_with, progress)
+            unseen, data = found or unseen, everything.with_background(background)
+        quality = quality_of(*data.held_out_logits(unseen.logits, net.classes), pos_weight)
     searched = time.perf_counter()
     step = partial(progress, "training") if progress else None
-    final = solver(data, l2=l2, start=solutions.get(l2), progress=step)
+    final = solver(data, l2=l2, start=unseen, progress=step)
     name = next(name for name, module in net.sigmoid.named_modules() if module is layer)
     state = net.sigmoid.state_dict()
     state[f"{name}.weight"] = final.weight.reshape(state[f"{name}.weight"].shape)
@@ -103,23 +135,17 @@ def solve_head(
         state[f"{name}.bias"] = final.bias
     return TrainedHead(
         state=state,
-        losses=(*(solutions[l2].losses if l2 in solutions else ()), *final.losses),
+        losses=(*(unseen.losses if unseen else ()), *final.losses),
         l2=l2,
+        background=background,
+        logits=final.logits,
+        unseen_logits=unseen.logits if unseen else None,
         search=tuple(search) if config.l2 == "auto" else (),
+        background_search=tuple(background_search),
         quality=quality,
         gradient=final.gradient,
         seconds={"penalty": searched - began, "training": time.perf_counter() - searched},
     )
-
-
-def choose_l2(scores: Sequence[tuple[float, Tensor]]) -> tuple[float, float]:
-    """Return the strongest penalty whose mean score is within one standard error of the best, and that error.
-    Scores are (C,) for each l2, NaN for classes without one."""
-    means = {l2: 0.0 if score.isnan().all() else float(score.nanmean()) for l2, score in scores}
-    best = max(means, key=lambda l2: (means[l2], l2))
-    known = next(score[~score.isnan()] for l2, score in scores if l2 == best)
-    error = float(known.std() / len(known) ** 0.5) if len(known) > 1 else 0.0
-    return max(l2 for l2, mean in means.items() if mean >= means[best] - error), error
 
 
 @torch.no_grad()
@@ -187,37 +213,71 @@ def train_cached(
 ) -> TrainedHead:
     """Train with Adam until the held-out loss stops falling; return the head of the best epoch."""
     began = time.perf_counter()
-    data, epochs = data.gather(), config.epochs or CACHED_EPOCHS
-    l2 = 0.0 if config.l2 == "auto" else float(config.l2)
+    everything, chosen = data.gather(), config.background
+    background = 0.0 if chosen == "auto" else float(chosen)
+    with single_process():  # each process has the rows of all
+        trained = _train_rows(net, everything.with_background(background), pos_weight, config, progress)
+        tried = list[tuple[float, float]]()
+
+        def score(head: HeadTrainer) -> Tensor:
+            return average_precision(*both_ways(*everything.held_out_logits(head.logits, net.classes)))
+
+        def train_with(weight: float) -> tuple[tuple[HeadTrainer, list[float]], Tensor]:
+            rows = everything.with_background(weight)
+            found = _train_rows(net, rows, pos_weight, config, progress)
+            return found, score(found[0])
+
+        has_held_out = bool(everything.scored.any())
+        if chosen == "auto" and everything.can_choose_background():
+            background, found, tried = choose_background(score(trained[0]), train_with, progress)
+            trained = found or trained
+        trainer, losses = trained
+        quality = None
+        if has_held_out:
+            quality = quality_of(*everything.held_out_logits(trainer.logits, net.classes), pos_weight)
+    return TrainedHead(
+        trainer.head.state_dict(),
+        tuple(losses),
+        trainer.l2,
+        background,
+        trainer.logits,
+        trainer.logits if has_held_out else None,
+        quality=quality,
+        background_search=tuple(tried),
+        seconds={"training": time.perf_counter() - began},
+    )
+
+
+def _train_rows(
+    net: DualBranch, data: TrainingSet, pos_weight: Tensor, config: FitConfig, progress: Progress | None
+) -> tuple[HeadTrainer, list[float]]:
+    """Train a head on rows that are not held out; return it as after its best epoch, and the losses."""
+    epochs, l2 = config.epochs or CACHED_EPOCHS, 0.0 if config.l2 == "auto" else float(config.l2)
     training, has_held_out = (~data.held_out).nonzero()[:, 0], bool(data.scored.any())
     trainer, losses = HeadTrainer(net, pos_weight, config, l2), list[float]()
     best_loss, best_state, since_best = math.inf, copy.deepcopy(trainer.head.state_dict()), 0
-    quality = None
-    with single_process():  # each process has the rows of all
-        for epoch in range(epochs):
-            total = 0.0
-            for chosen in training[torch.randperm(len(training))].split(config.batch_size):
-                rows = data.select(chosen)
-                targets = rows.targets(torch.arange(net.classes))
-                total += trainer.step(rows.features, targets, rows.weights) * len(chosen)
-            losses.append(total / len(training))
-            trainer.check_finite()
-            if has_held_out:
-                logits, targets = data.held_out_logits(trainer.logits, net.classes)
-                loss = float(balanced_bce(logits, targets, pos_weight.cpu()))
-                since_best += 1
-                if loss < best_loss:
-                    best_loss, best_state, since_best = loss, copy.deepcopy(trainer.head.state_dict()), 0
-            stop = since_best >= PATIENCE_EPOCHS
-            if progress:
-                progress("training", epochs if stop else epoch + 1, epochs)
-            if stop:
-                break
+    for epoch in range(epochs):
+        total = 0.0
+        for chosen in training[torch.randperm(len(training))].split(config.batch_size):
+            rows = data.select(chosen)
+            targets = rows.targets(torch.arange(net.classes))
+            total += trainer.step(rows.features, targets, rows.weights) * len(chosen)
+        losses.append(total / len(training))
+        trainer.check_finite()
         if has_held_out:
-            trainer.head.load_state_dict(best_state)
-            quality = quality_of(*data.held_out_logits(trainer.logits, net.classes), pos_weight)
-    seconds = {"training": time.perf_counter() - began}
-    return TrainedHead(trainer.head.state_dict(), tuple(losses), l2, quality=quality, seconds=seconds)
+            logits, targets = data.held_out_logits(trainer.logits, net.classes)
+            loss = float(balanced_bce(logits, targets, pos_weight.cpu()))
+            since_best += 1
+            if loss < best_loss:
+                best_loss, best_state, since_best = loss, copy.deepcopy(trainer.head.state_dict()), 0
+        stop = since_best >= PATIENCE_EPOCHS
+        if progress:
+            progress("training", epochs if stop else epoch + 1, epochs)
+        if stop:
+            break
+    if has_held_out:
+        trainer.head.load_state_dict(best_state)
+    return trainer, losses
 
 
 def train_fresh(

@@ -28,6 +28,25 @@ def check_fit_config(config: FitConfig, *, linear: bool | None, negatives: bool)
         "prior must be zero or softmax": c.prior not in ("zero", "softmax"),
         "holdout must be from 0 to 0.5": not 0 <= c.holdout <= 0.5,
         "negatives_weight must be above 0": not 0 < c.negatives_weight < math.inf,
+        "background must be 'auto' or a number, 0 or more": c.background != "auto"
+        and not (isinstance(c.background, int | float) and 0 <= c.background < math.inf),
+        "loss must be sigmoid or background-softmax": c.loss not in ("sigmoid", "background-softmax"),
+        "loss='background-softmax' needs a weight of backgrounds, such as background=3, and recipe fast": (
+            c.loss != "sigmoid" and (c.recipe != "fast" or c.background in ("auto", 0))
+        ),
+        "loss='background-softmax' is for linear heads, without a prior": c.loss != "sigmoid"
+        and (linear is False or c.prior != "zero"),
+        "background_threshold must be between 0 and 1": not 0 < c.background_threshold < 1,
+        "background is for recipe fast: the paper's recipes have none": c.recipe != "fast"
+        and c.background not in ("auto", 0),
+        "zooms must be numbers of 1 or more": not c.zooms
+        or not all(
+            isinstance(z, int | float) and not isinstance(z, bool) and 1 <= z < math.inf for z in c.zooms
+        ),
+        "zooms are calibrated with backgrounds: leave them out, or background=0": any(z != 1 for z in c.zooms)
+        and (c.recipe != "fast" or c.background == 0),
+        "calibrate is for fits without background: use background=0": c.calibrate
+        and c.background not in ("auto", 0),
         "decay_every must be 1 or more, weight_decay 0 or more": c.decay_every < 1 or not c.weight_decay >= 0,
         "precision must be float16 or bfloat16": c.precision not in ("float16", "bfloat16"),
         "batch_norm must be eval, or batch with recipe paper-code": c.batch_norm not in ("eval", "batch")

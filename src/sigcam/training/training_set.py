@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from sigcam.core.distributed import all_gather, world_size
 from sigcam.network.dual import DualBranch
 from sigcam.training.features import Features
 from sigcam.training.logistic import Rows
+from sigcam.training.selection import MIN_HELD_OUT
 
 MAX_HELD_OUT = 10_000  # images
 VIEW_OFFSET = 2**40  # more than there are images; keeps the views apart in `TrainingSet.order`
@@ -20,17 +21,32 @@ VIEW_OFFSET = 2**40  # more than there are images; keeps the views apart in `Tra
 
 @dataclass(frozen=True)
 class TrainingSet(Rows):
-    """Rows of this process: every view of its images, then of the images without any of the classes.
+    """Rows of this process: every view of its images, of the images without any of the classes, and of the
+    images' backgrounds.
 
     Args:
-        held_out: (n,) bool, rows of images that quality is measured on.
+        held_out: (n,) bool, rows of images that quality is measured on, and of their backgrounds.
         scored: (n,) bool, one row of each held-out image: its plain view.
+        background: (n,) bool, rows of backgrounds; their weight is that of `background=1`.
         order: (n,) integers that sort the rows of all processes as a single process has them.
     """
 
     held_out: Tensor
     scored: Tensor
+    background: Tensor
     order: Tensor
+
+    def with_background(self, weight: float) -> TrainingSet:
+        """Return the rows with backgrounds of this weight; without them if it is 0."""
+        if not weight:
+            kept = ~self.background
+            return TrainingSet(*(getattr(self, each.name)[kept] for each in fields(self)))
+        return replace(self, weights=torch.where(self.background, weight * self.weights, self.weights))
+
+    def can_choose_background(self) -> bool:
+        """Whether there are backgrounds, and enough held-out images to choose their weight by."""
+        parts = all_gather((int(self.scored.sum()), int(self.background.sum())))
+        return sum(part[0] for part in parts) >= MIN_HELD_OUT and any(part[1] for part in parts)
 
     def gather(self) -> TrainingSet:
         """Return the rows of all processes, in the same order for any number of them."""
@@ -58,17 +74,22 @@ def make_training_set(
         labels = labels[:, None]
     held = torch.isin(positions, held_out)
     weight = torch.full((len(labels),), 1 / len(features.views))
-    parts = [
-        (view, labels, weight, held, held & (number == 0), positions + number * VIEW_OFFSET)
+    no, nothing = torch.zeros_like(held), 0 if labels.ndim == 2 else -1
+    parts: list[tuple[Tensor, ...]] = [
+        (view, labels, weight, held, held & (number == 0), no, positions + number * VIEW_OFFSET)
         for number, view in enumerate(features.views)
     ]
     if negatives is not None:
-        no_class = labels.new_full((len(negatives), *labels.shape[1:]), 0 if labels.ndim == 2 else -1)
+        no_class = labels.new_full((len(negatives), *labels.shape[1:]), nothing)
         never = torch.zeros(len(negatives), dtype=torch.bool)
-        weight = torch.full((len(negatives),), config.negatives_weight / len(negatives.views))
+        others = torch.full((len(negatives),), config.negatives_weight / len(negatives.views))
         for number, view in enumerate(negatives.views):
             order = negatives.positions() + (2 + number) * VIEW_OFFSET
-            parts.append((view, no_class, weight, never, never, order))
+            parts.append((view, no_class, others, never, never, never, order))
+    for number, view in enumerate(features.backgrounds):
+        found, order = view.flatten(1).isfinite().all(1), positions + (4 + number) * VIEW_OFFSET
+        row = view, torch.full_like(labels, nothing), weight, held, no, ~no, order
+        parts.append(tuple(column[found] for column in row))
     device = torch.device("cpu") if net.device.type == "mps" else net.device  # mps has no float64
     columns = zip(*parts, strict=True)
     return TrainingSet(*((torch.cat(c) if len(c) > 1 else c[0]).to(device) for c in columns))

@@ -215,8 +215,8 @@ class Viewer:
 
     def _evidence(self, net: DualBranch, class_index: int) -> float | None:
         """Return the sigmoid score of a class, or None without a fitted branch."""
-        logits = class_logits(at_least_float32(self.forward_pass(net).sigmoid.detach()))
-        return float(logits[0, class_index].sigmoid()) if net.fitted else None
+        logits = net.calibration.evidence(at_least_float32(self.forward_pass(net).sigmoid.detach()))
+        return float(class_logits(logits)[0, class_index].sigmoid()) if net.fitted else None
 
     def _weight_shift(self, net: DualBranch) -> float:
         """Return the shift of the network's softmax weights, `delta` in units of their standard deviation."""
