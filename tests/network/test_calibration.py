@@ -121,5 +121,7 @@ def test_a_file_with_a_damaged_calibration_is_refused(bad: object, tmp_path: Pat
 def test_a_size_without_a_scale_is_refused_with_the_line_that_adds_it() -> None:
     calibration = BranchCalibration(maps={1.0: LogitScale(2.0, 1.0)})
     assert calibration.map_scale(1) == LogitScale(2.0, 1.0)
-    with pytest.raises(ConfigError, match=r"at zoom 2: fit it again with `sigcam fit --zooms 1,2`"):
+    with pytest.raises(
+        ConfigError, match=r"at zoom 2: fit it again with `sigcam fit --background auto --zooms 1,2`"
+    ):
         calibration.map_scale(2.0)

@@ -54,7 +54,7 @@ class BranchCalibration:
         sizes = ",".join(f"{size:g}" for size in sorted({1.0, zoom, *self.maps}))
         raise ConfigError(
             f"this branch is not calibrated for maps in probabilities at zoom {zoom:g}: fit it again with "
-            f"`sigcam fit --zooms {sizes}` or FitConfig(zooms=({sizes},)), or draw them with scale='logit'."
+            f"`sigcam fit --background auto --zooms {sizes}`, or draw them with scale='logit'."
         )
 
     def to_json(self) -> dict[str, Any]:
