@@ -117,7 +117,7 @@ def test_every_table_is_complete_and_the_list_needs_no_torch() -> None:
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.startswith(
-        "table1, table2, nwc, pos-weight, sources, overhead, figures, or all of these; "
+        "table1, table2, nwc, pos-weight, sources, background, overhead, figures, or all of these; "
     )
     assert printed.endswith("also lite2, stages, vgg16. False\n")
 

@@ -22,7 +22,6 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from sigcam.bench import measure, runner
-from sigcam.bench import plan as bench_plan
 from sigcam.bench import tables as bench_run
 from sigcam.bench import weights as vgg
 from sigcam.bench.figures import qualitative
@@ -44,6 +43,8 @@ from support.bench import QUIET, write_model, write_wsol_dataset
 from support.torchrun import MLP, MODEL
 from support.torchrun import run as start
 
+BACKGROUND = [(f"{head} + background", clamp) for head in ("sigmoid", "softmax") for clamp in (False, True)]
+
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
@@ -58,8 +59,12 @@ def test_a_table_has_every_row_with_interval_and_difference_and_goes_on_where_it
 ) -> None:
     run_bench("table2", plan, None)
     held = json.loads((plan.output / "table2.json").read_text())
-    kinds = {(row["method"], row["branch"], row["clamp"]) for row in held["rows"]}
-    assert kinds == {(method, *kind) for method in ("cam", "grad-cam") for kind in ROWS.values()}
+    kinds = {(row["method"], row["branch"], row["clamp"]) for row in held["rows"] if row["scale"] == "unit"}
+    drawn = (*ROWS.values(), *BACKGROUND)
+    assert kinds == {(method, *kind) for method in ("cam", "grad-cam") for kind in drawn}
+    absolute = [row for row in held["rows"] if row["scale"] == "probability"]
+    assert absolute and all(row["branch"].endswith("+ background") for row in absolute)
+    assert all({"box_acc_at_half", "false_alarm", "false_alarm_area"} <= set(row) for row in absolute)
     for row in held["rows"]:
         low, high = row["intervals"]["max_box_acc_v2"]
         assert low <= row["max_box_acc_v2"] <= high
@@ -75,6 +80,14 @@ def test_a_table_has_every_row_with_interval_and_difference_and_goes_on_where_it
             delta, low, high = row["delta"]["max_box_acc_v2"]
             assert delta == pytest.approx(row["max_box_acc_v2"] - own["max_box_acc_v2"])
             assert low <= delta <= high
+        if row["branch"].endswith("+ background"):
+            versus = row["versus"]["max_box_acc_v2"]
+            others = [
+                r["max_box_acc_v2"]
+                for r in held["rows"]
+                if r["method"] == row["method"] and (r["branch"], r["clamp"]) in ROWS.values()
+            ]
+            assert versus["difference"][0] == pytest.approx(row["max_box_acc_v2"] - max(others))
         control = row["clamp"] and row["branch"] != "softmax"
         assert ("max_box_acc_v2" in row["beside"]) == control
         if control:
@@ -110,8 +123,9 @@ def test_a_table_has_every_row_with_interval_and_difference_and_goes_on_where_it
 @pytest.mark.slow
 def test_fidelity_has_both_scorers_and_the_mean_map(plan: Plan) -> None:
     rows = bench_run.table1(plan, QUIET)
-    assert len(rows) == 5 * 6
+    assert len([row for row in rows if row["scale"] == "unit"]) == 5 * (6 + len(BACKGROUND))
     for row in rows:
+        assert ("insertion" in row) == (row["method"] == "cam" and row["scale"] == "unit")
         assert {"average_drop", "increase_in_confidence", "mean_map", "average_drop:branch"} <= set(row)
         assert row["images"] == 12
     same = {
@@ -196,7 +210,7 @@ def test_losses_are_printed_as_losses(plan: Plan) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("table", "rows"), [("table2", 24), ("sources", 12)])
+@pytest.mark.parametrize(("table", "rows"), [("table2", 2 * 2 * 11), ("sources", 19)])
 def test_two_processes_make_the_table_of_one(plan: Plan, tmp_path: Path, table: str, rows: int) -> None:
     write_wsol_dataset(plan.data, "pets", per_class=30, seed=1, masks=True)  # more than a chunk of features
     found = []
@@ -219,10 +233,12 @@ def test_sources_tell_clamping_centring_training_and_penalty_apart(plan: Plan) -
     write_wsol_dataset(plan.data, "pets", seed=1)
     write_wsol_dataset(plan.data, "cars", seed=2)
     rows = bench_run.sources(plan, QUIET)
-    assert [row["branch"] for row in rows].count("softmax") == 2  # once, not once per fit
-    fits = [row["fit"] for row in rows if row["branch"] == "sigmoid" and row["clamp"]]
+    assert [row["branch"] for row in rows].count("softmax") == 2 * 2  # once a data set, not once per fit
+    assert {row["dataset"] for row in rows if "fit" not in row} == {"cub", "cars"}
+    rows = [row for row in rows if row["dataset"] == "cub"]
+    fits = [row["fit"] for row in rows if row["branch"] == "sigmoid" and row["clamp"] and "fit" in row]
     assert fits == ["L2 0.1", "L2 0.01", "L2 0.001", "L2 0.0001", "L2 0.1, with negatives"]
-    signed = {row["fit"]: row for row in rows if row["branch"] == "sigmoid" and not row["clamp"]}
+    signed = {row.get("fit"): row for row in rows if row["branch"] == "sigmoid" and not row["clamp"]}
     assert len({row["auroc_nothing"] for row in signed.values()}) > 1  # other weights
     for row in rows:
         if row["branch"] != "centred":
@@ -315,7 +331,9 @@ def test_damaged_work_is_made_anew_or_named(plan: Plan, caplog: pytest.LogCaptur
     run_bench("table2", plan, None)
     assert json.loads((plan.output / "table2.json").read_text())["rows"] == before
     assert "table1.json is damaged" in caplog.text and "nwc.json is damaged" in caplog.text
-    (branch,) = (plan.output / "models").glob("*/branch-*.safetensors")
+    branches = sorted((plan.output / "models").glob("*/branch-*.safetensors"))
+    assert len(branches) == 3  # the paper's, and two with background
+    branch = branches[0]
     branch.write_bytes(branch.read_bytes()[:40])
     with pytest.raises(DataError, match=f"remove {branch} and run again"):
         run_bench("table2", plan, None)
@@ -329,19 +347,6 @@ def test_what_cannot_be_measured_is_said_before_the_work(plan: Plan) -> None:
     with pytest.raises(DataError, match="cub has no boxes to measure maps by"):
         run_bench("table2", plan, None)
     assert not (plan.output / "models").exists()
-
-
-def test_images_of_the_shipped_branch_are_nowhere(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_wsol_dataset(plan.data, "ilsvrc")
-    plan = replace(plan, backbone="embedded")
-    seen = bench_plan.SHIPPED.with_suffix(".json").read_text()
-    for kept, ids in ((33, ["test/0.png", "1.png", "2"]), (0, [str(i) for i in range(36)])):
-        monkeypatch.setattr(bench_plan, "SHIPPED", plan.output.parent / "branch.safetensors")
-        (plan.output.parent / "branch.json").write_text(json.dumps(json.loads(seen) | {"ids": ids}))
-        if kept:
-            assert len(plan.samples("ilsvrc", "test", None)) == kept
-    with pytest.raises(DataError, match="was fitted on all 36 images"):
-        plan.samples("ilsvrc", "test", None)
 
 
 def test_images_that_were_learned_from_are_not_measured(plan: Plan) -> None:
@@ -382,14 +387,18 @@ def test_what_was_measured_of_other_files_is_not_taken(
 
 
 @pytest.mark.slow
-def test_another_classifier_is_tried_on_fewer_images_of_each_data_set(plan: Plan) -> None:
+def test_another_classifier_is_tried_on_fewer_images_of_each_data_set(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_run, "CURVE_IMAGES", 2)  # a curve costs many passes
     write_wsol_dataset(plan.data, "cars", seed=1)
     plan = replace(plan, fidelity_images=200, localization_images=None)
     rows = bench_run.other_classifier(plan, ("cub", "cars"), QUIET)
     for dataset in ("cub", "cars"):
         mine = [row for row in rows if row["dataset"] == dataset]
-        assert len([row for row in mine if "average_drop" in row]) == 5 * 6
-        assert len([row for row in mine if "max_box_acc_v2" in row]) == 2 * 6
+        unit, count = [row for row in mine if row["scale"] == "unit"], 6 + len(BACKGROUND)
+        assert len([row for row in unit if "average_drop" in row]) == 5 * count
+        assert len([row for row in unit if "max_box_acc_v2" in row]) == 2 * count
         assert {row["images"] for row in mine} == {36}  # all: there are fewer than asked for
 
 

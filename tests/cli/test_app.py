@@ -188,6 +188,54 @@ def test_fit_says_what_to_do_when_classes_do_not_match(monkeypatch, place, capsy
     assert "3 classes" in line and "train-classifier" in line
 
 
+ONE_SIZE = """
+def one_size():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, 8, 1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 28 * 28, 2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--background", "-1"), "background must be 'auto' or a number, 0 or more"),
+        (("--background", "much"), "--background takes auto or a number, not 'much'"),
+        (("--background-threshold", "1.5"), "background_threshold must be between 0 and 1"),
+        (("--zooms", "0.5"), "zooms must be numbers of 1 or more"),
+        (("--zooms", "1,x"), "--zooms takes numbers such as 1,2, not '1,x'"),
+        (("--zooms", "1,2", "--background", "0"), "zooms are calibrated with backgrounds"),
+        (("--zooms", "1,900", "--background", "1"), "one image at zoom=900 needs about"),
+        (("--zooms", "1,2000", "--background", "1"), "zoom=2000 is too large"),
+        (("--zooms", "1,2", "--background", "1", "--model", "one_size"), "takes one size only"),
+        (("--loss", "background-softmax", "--background", "0"), "needs a weight of backgrounds"),
+    ],
+)
+def test_fit_refuses_settings_of_backgrounds_before_any_work(monkeypatch, place, capsys, words, sentence):
+    (place / "net.py").write_text(NET + ONE_SIZE)
+    words = tuple(spec(place, word) if word == "one_size" else word for word in words)
+    common = ("--data", place / "data", "--output", place / "o", "--cache", place / "cache")
+    before = sorted(place.rglob("*"))
+    assert sentence in refuses(monkeypatch, capsys, "fit", "--model", spec(place), *common, *words)
+    made = {path for path in place.rglob("*") if "__pycache__" not in path.parts}
+    assert made == set(before)
+
+
+@pytest.mark.slow
+def test_explain_refuses_maps_in_probabilities_that_the_branch_is_not_calibrated_for(
+    monkeypatch, place, capsys
+):
+    words = ("fit", "--model", spec(place), "--data", place / "data", "--output", place / "fit")
+    assert run(monkeypatch, *words, "--l2", 0.1, "--background", 1, "--no-cache") == 0
+    common = ("--model", spec(place), "--branch", place / "fit", "--output", place / "o")
+    words = ("explain", place / "data" / "cat", *common, "--scale", "probability")
+    line = refuses(monkeypatch, capsys, *words, "--zoom", 2)
+    assert "not calibrated for maps in probabilities at zoom 2" in line and "--zooms 1,2" in line
+    line = refuses(monkeypatch, capsys, *words, "--stride", 1)
+    assert "calibrated without stride=" in line and "use 'logit'" in line
+    assert not (place / "o").exists()
+    assert run(monkeypatch, *words) == 0
+
+
 def test_inspect_refuses_data_and_names_that_are_not_there(monkeypatch, place, capsys):
     assert "missing" in refuses(monkeypatch, capsys, "inspect", "--data", place / "missing")
     assert "net.py" in refuses(monkeypatch, capsys, "inspect", "--data", place / "net.py")

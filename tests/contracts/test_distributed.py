@@ -44,6 +44,38 @@ def test_one_two_and_three_processes_fit_one_branch(data: Path, tmp_path: Path) 
     assert [fact["processes"] for fact in facts] == [1, 2, 3]
 
 
+def numbers(value: Any, name: str = "") -> dict[str, float]:
+    """All numbers in a JSON value, by their place in it; without times."""
+    if isinstance(value, dict):
+        inner = [(f"{name}/{key}", held) for key, held in value.items() if key != "seconds"]
+    elif isinstance(value, list):
+        inner = [(f"{name}/{i}", held) for i, held in enumerate(value)]
+    else:
+        return {name: value} if isinstance(value, int | float) else {}
+    return {place: number for key, held in inner for place, number in numbers(held, key).items()}
+
+
+@pytest.mark.slow
+def test_one_two_and_three_processes_learn_the_same_from_backgrounds(data: Path, tmp_path: Path) -> None:
+    made, told = [], []
+    for processes in (1, 2, 3):
+        output = tmp_path / f"{processes}"
+        words = ("--data", data, "--model", model(tmp_path), "--cache", tmp_path / f"cache{processes}")
+        settings = ("--background", 1, "--zooms", "1,2", "--threads", 1)
+        run(processes, "fit", *words, *settings, "--output", output)
+        made.append(branch(output))
+        told.append(json.loads((output / "fit.json").read_text()))
+    assert told[0]["images"] == 202 and told[0]["evidence_quality"]["images"] > 30
+    assert told[0]["calibration"]["maps"].keys() == {"1.0", "2.0"}
+    for other, facts in zip(made[1:], told[1:], strict=True):
+        for name, tensor in made[0].items():
+            assert torch.allclose(other[name], tensor, atol=1e-5), name
+        found, wanted = numbers(facts), numbers(told[0])
+        assert found.keys() == wanted.keys()
+        for place, number in wanted.items():
+            assert found[place] == pytest.approx(number, rel=1e-5, abs=1e-5), place
+
+
 @pytest.mark.slow
 def test_processes_share_one_cache_and_each_image_is_seen_once(data: Path, tmp_path: Path) -> None:
     words = ("--data", data, "--model", model(tmp_path), "--l2", 0.1, "--cache", tmp_path / "cache")

@@ -43,10 +43,12 @@ def make(num_classes=3):
 """
 DATA = ["--data", "data/cub", "--model", "file:model.py:make"]
 SMALL = ["--batch-size", "2"]
+BACKGROUND = ["--background", "1", "--zooms", "1,2"]
 COMMANDS: dict[str, list[str]] = {  # each writes to the folder out/result
     "explain": ["explain", "data/cub/images/test", *DATA[2:], "--branch", "fitted", *SMALL],
     "evaluate": ["evaluate", *DATA, "--branch", "fitted", "--report", *SMALL],
     "fit, fast": ["fit", *DATA, "--cache", "out/cache", "--l2", "0.1"],
+    "fit, background": ["fit", *DATA, *BACKGROUND, "--cache", "out/cache", "--l2", "0.1"],
     "fit, paper": ["fit", *DATA, "--cache", "out/cache", "--recipe", "paper", "--epochs", "3", *SMALL],
     "train-classifier": ["train-classifier", *DATA, "--epochs", "3", *SMALL],
     "train-classifier, probe": ["train-classifier", *DATA, "--probe"],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sigcam.data.readers.shapes import shapes
+from sigcam.data.readers.shapes import scenes, shapes
 from sigcam.models.classifier import load_classifier
 from sigcam.network.attachment import load
 from sigcam.network.opening import SHIPPED
@@ -43,15 +43,29 @@ def test_none_of_its_images_is_among_those_it_is_measured_on(real_data: Path) ->
 def test_the_right_class_has_evidence_and_the_wrong_ones_have_none(real_data: Path) -> None:
     from sigcam.data.registry import open_dataset
 
-    samples = open_dataset(real_data / "ilsvrc", split="test")[::40]
+    samples = open_dataset(real_data / "ilsvrc", split="test")[::10]
     classifier = load_classifier("embedded")
     net = load(SHIPPED, classifier.model)
     images = torch.stack([classifier.transform(sample.open()) for sample in samples])
     labels = torch.tensor([sample.label for sample in samples])
     with torch.no_grad():
-        evidence = net(images).sigmoid.sigmoid()
+        evidence = net.evidence(net(images).sigmoid)
     assert float((evidence.gather(1, labels[:, None]) > 0.5).float().mean()) > 0.75
-    assert float((evidence > 0.5).float().mean()) < 0.1
+    assert float((evidence > 0.5).float().mean()) < 0.01
+
+
+@pytest.mark.slow
+def test_pictures_that_show_nothing_have_no_evidence_and_maps_are_calibrated() -> None:
+    classifier = load_classifier("embedded")
+    net = load(SHIPPED, classifier.model)
+    generator = torch.Generator().manual_seed(5)
+    grey = torch.zeros(4, 3, 224, 224) + torch.tensor([-1.0, -0.3, 0.3, 1.0])[:, None, None, None]
+    noise = torch.rand(16, 3, 224, 224, generator=generator) * 2 - 1
+    drawn = torch.stack([classifier.transform(sample.open()) for sample in scenes(16, seed=77)])
+    with torch.no_grad():
+        evidence = net.evidence(net(torch.cat([grey, noise, drawn])).sigmoid)
+    assert float((evidence.amax(1) > 0.5).float().mean()) <= 0.05
+    assert set(net.calibration.maps) == {1.0, 2.0}
 
 
 @pytest.mark.slow

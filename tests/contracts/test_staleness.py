@@ -202,7 +202,7 @@ def run_fit(world: World, kept: Path, progress: Progress, recipe: Any = "paper")
     net = world.net()
     config = replace(config, **world.settings)
     result = fit(net, world.samples(), config, negatives=others, cache=kept, progress=progress)
-    return result.losses, bits(net.sigmoid.state_dict())
+    return result.losses, bits(net.sigmoid.state_dict()), net.calibration.to_json(), result.evidence_quality
 
 
 def run_train(world: World, kept: Path, progress: Progress) -> Any:
@@ -461,6 +461,16 @@ ROWS: dict[str, dict[str, Callable[[World], None] | None]] = {
         "precision": set_to(precision="bfloat16"),
         "autocast": set_to(autocast=True),
         "penalty": set_to(l2=0.01),
+        "background": set_to(background=1.0),
+        "no background": set_to(background=0),
+        "weight of backgrounds": set_to(background=3.0),
+        "threshold of backgrounds": set_to(background_threshold=0.6),
+        "labels of backgrounds": labels,
+        "pixels of backgrounds": pixels,
+        "seed": set_to(seed=2),
+        "zooms": set_to(zooms=(1.0, 2.0)),
+        "larger zooms": set_to(zooms=(1.0, 3.0)),
+        "loss": set_to(loss="background-softmax"),
         **SOFTWARE,
     },
     "fit, paper": {
@@ -504,10 +514,20 @@ ROWS: dict[str, dict[str, Callable[[World], None] | None]] = {
         **SOFTWARE,
     },
 }
+WITH_BACKGROUND = set_to(background=1.0, background_threshold=0.4)
 STARTS = {  # what is there before the change, where it is not the world as it is
     "code of a transform": own_transform,
     "class names of bench": given,
     "masks of bench": use_masks,
+    "no background": WITH_BACKGROUND,
+    "weight of backgrounds": WITH_BACKGROUND,
+    "threshold of backgrounds": WITH_BACKGROUND,
+    "labels of backgrounds": WITH_BACKGROUND,
+    "pixels of backgrounds": WITH_BACKGROUND,
+    "seed of fit, fast": WITH_BACKGROUND,
+    "zooms": WITH_BACKGROUND,
+    "larger zooms": set_to(background=1.0, zooms=(1.0, 2.0)),
+    "loss": WITH_BACKGROUND,
 }
 ALL = [(name, row) for name, rows in ROWS.items() for row in rows]
 SLOW = {"bench": pytest.mark.slow}
@@ -616,6 +636,20 @@ def test_a_run_after_a_change_equals_a_fresh_one(
         assert opened == all_opened
     else:
         assert before != wanted  # else the row proves nothing
+
+
+def test_a_fit_with_backgrounds_opens_no_picture_again_and_one_size_more_only_those_of_it(
+    begun: Begun, tmp_path: Path
+) -> None:
+    world, wanted, all_opened = begun("fit, fast", "zooms")
+    assert world.settings["background"] == 1.0
+    work, kept = WORKS["fit, fast"], tmp_path / "kept"
+    assert whole(work, world, kept) == (wanted, 0)
+    ROWS["fit, fast"]["zooms"](world)  # type: ignore[misc]
+    found, opened = whole(work, world, kept)
+    assert found[:2] == wanted[:2] and found[2]["maps"].keys() == {"1", "2"}  # the branch stays
+    assert 0 < opened < all_opened
+    assert whole(work, world, kept) == (found, 0)
 
 
 def test_a_probe_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

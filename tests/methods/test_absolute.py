@@ -6,7 +6,8 @@ from torch import Tensor
 
 from sigcam.core.config import FitConfig
 from sigcam.core.errors import ConfigError
-from sigcam.methods.explainer import explain, explain_pass
+from sigcam.methods.explainer import BRIGHTNESS, explain, explain_pass
+from sigcam.methods.explanation import is_calibrated
 from sigcam.methods.registry import METHODS, MapConfig
 from sigcam.metrics.boxes import boxes_at
 from sigcam.network.dual import DualBranch
@@ -61,12 +62,19 @@ def test_a_cell_of_a_linear_head_scores_its_own_features(net: DualBranch) -> Non
     assert torch.allclose(ex.maps, scores, atol=1e-4)
 
 
+def enlarged(cells: Tensor, maps: Tensor) -> Tensor:
+    """Maps (B, P, Q) at the size of others (B, H, W), bilinear."""
+    return torch.nn.functional.interpolate(cells[:, None], maps.shape[-2:], mode="bilinear")[:, 0]
+
+
 def test_probabilities_are_the_calibrated_sigmoid_and_are_never_stretched(net: DualBranch) -> None:
     x, labels = some()
     logit = explain(net, x, "cam", classes=labels, scale="logit")
     ex = explain(net, x, "cam", classes=labels, scale="probability")
     scale = net.calibration.maps[1.0]
-    assert torch.allclose(ex.maps, (logit.maps * scale.scale + scale.shift).sigmoid(), atol=1e-5)
+    assert torch.allclose(ex.maps, enlarged(scale(logit.cells).sigmoid(), ex.maps), atol=1e-5)
+    cells = explain(net, x, "cam", classes=labels, scale="probability", size="features")
+    assert torch.allclose(cells.maps, scale(logit.cells).sigmoid(), atol=1e-5)
     nothing = explain(net, empty(20), "cam", classes=0, scale="probability")
     assert float(ex.maps.amax((1, 2)).min()) > 0.5 > float(nothing.maps.amax((1, 2)).mean())
     one = explain(net, x[:1], "cam", classes=labels[:1], scale="probability")
@@ -77,7 +85,7 @@ def test_each_size_has_a_scale_of_its_own_and_others_are_refused(net: DualBranch
     x, labels = some()
     larger = explain(net, x, "cam", classes=labels, scale="probability", zoom=2.0)
     logit, scale = explain(net, x, "cam", classes=labels, scale="logit", zoom=2.0), net.calibration.maps[2.0]
-    assert torch.allclose(larger.maps, (logit.maps * scale.scale + scale.shift).sigmoid(), atol=1e-5)
+    assert torch.allclose(larger.maps, enlarged(scale(logit.cells).sigmoid(), larger.maps), atol=1e-5)
     with pytest.raises(ConfigError, match="--zooms 1,2,3"):
         explain(net, x, "cam", scale="probability", zoom=3.0)
     with pytest.raises(ConfigError, match="without stride= and layers="):
@@ -171,12 +179,42 @@ def test_a_pass_of_enlarged_images_names_its_zoom(net: DualBranch) -> None:
     assert torch.allclose(drawn.maps, expected.maps, atol=1e-4)
 
 
-def test_averaged_views_are_averaged_before_the_sigmoid(net: DualBranch) -> None:
+def test_probabilities_of_views_are_averaged(net: DualBranch) -> None:
     x, labels = some()
     ex = explain(net, x, "cam", classes=labels, scale="probability", aug_smooth=True)
-    logit = explain(net, x, "cam", classes=labels, scale="logit", aug_smooth=True)
-    scale = net.calibration.maps[1.0]
-    assert torch.allclose(ex.maps, (logit.maps * scale.scale + scale.shift).sigmoid(), atol=1e-5)
+    views = [
+        explain(
+            net, (x.flip(-1) if mirrored else x) * factor, "cam", classes=labels, scale="probability"
+        ).maps
+        for mirrored in (False, True)
+        for factor in BRIGHTNESS
+    ]
+    half = len(BRIGHTNESS)
+    mean = (sum(views[:half]) + sum(views[half:]).flip(-1)) / len(views)
+    assert torch.allclose(ex.maps, mean, atol=1e-5)
+
+
+def test_captions_and_rows_say_whether_the_class_is_present(net: DualBranch) -> None:
+    x, labels = some()
+    shown = explain(net, x, "cam", classes=labels, scale="probability")
+    assert shown.caption(0)[2] == f"evidence {float(shown.evidence[0]):.3f}, present"
+    assert [row["present"] for row in shown.rows()] == [True] * 6
+    nothing = explain(net, empty(2), "cam", classes="all", scale="probability")
+    assert nothing.caption(0, 2)[2] == f"evidence {float(nothing.evidence[0, 2]):.3f}, not present"
+    assert nothing.rows()[1]["present"] == [False] * 4
+    unit = explain(net, x, "cam", classes=labels)
+    assert unit.caption(0)[2].endswith(", present") and unit.rows()[0]["present"] is True
+    assert "present" in unit._repr_html_()
+
+
+def test_a_branch_that_is_not_calibrated_does_not_say_what_is_present() -> None:
+    net = patch_network()
+    fit(net, patches(), FitConfig(l2=1e-3, background=0.0))
+    ex = explain(net, some()[0], "cam")
+    assert ex.caption(0)[2] == f"evidence {float(ex.evidence[0]):.3f}"
+    assert ex.rows()[0]["present"] is None and not is_calibrated(net)
+    unfitted = explain(patch_network(), some()[0], "cam", branch="centred")
+    assert unfitted.rows()[0]["present"] is None and len(unfitted.caption(0)) == 2
 
 
 def test_overlays_captions_files_and_notebooks_know_both_scales(net: DualBranch, tmp_path) -> None:  # type: ignore[no-untyped-def]

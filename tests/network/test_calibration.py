@@ -21,11 +21,13 @@ from sigcam.training.features import Features
 from support.patches import patch_network, patches
 
 
-def slow_scale(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[float, float]:
+def slow_scale(
+    logits: Tensor, targets: Tensor, weights: Tensor, smoothing: float = 0.0
+) -> tuple[float, float]:
     """Platt's smoothed logistic regression by a general optimiser."""
     z, y, w = (each.double().numpy() for each in (logits, targets, weights))
     yes, no = y.sum(), (1 - y).sum()
-    t = np.where(y > 0, (yes + 1) / (yes + 2), 1 / (no + 2))
+    t = np.where(y > 0, min((yes + 1) / (yes + 2), 1 - smoothing), max(1 / (no + 2), smoothing))
 
     def loss(v: np.ndarray) -> float:
         p = 1 / (1 + np.exp(-(v[0] * z + v[1])))
@@ -37,13 +39,21 @@ def slow_scale(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[float,
     return float(found.x[0]), float(found.x[1])
 
 
-@given(st.integers(5, 60), st.floats(0.2, 4.0), st.floats(-3, 3), st.integers(0, 99))
-def test_the_scale_is_plattss_logistic_regression(count: int, gap: float, centre: float, seed: int) -> None:
+@given(
+    st.integers(5, 60),
+    st.floats(0.2, 4.0),
+    st.floats(-3, 3),
+    st.sampled_from([0.0, 0.1]),
+    st.integers(0, 99),
+)
+def test_the_scale_is_plattss_logistic_regression(
+    count: int, gap: float, centre: float, smoothing: float, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     targets = (torch.arange(count) % 2).double()
     logits = torch.randn(count, generator=generator, dtype=torch.float64) + gap * targets + centre
     weights = torch.rand(count, generator=generator, dtype=torch.float64) + 0.1
-    scale, slow = fit_scale(logits, targets, weights), slow_scale(logits, targets, weights)
+    scale, slow = (f(logits, targets, weights, smoothing) for f in (fit_scale, slow_scale))
     if scale is None:
         assert slow[0] <= 1e-6
     else:
@@ -58,30 +68,32 @@ def test_a_scale_stays_finite_where_logits_separate_and_is_none_where_they_do_no
     assert fit_scale(ones, ones, ones) is None
 
 
-def test_evidence_counts_other_classes_and_backgrounds_a_quarter_each_and_maps_backgrounds_alone() -> None:
+def test_evidence_is_fitted_to_its_question_and_maps_to_images_against_backgrounds() -> None:
     net = patch_network()
     generator = torch.Generator().manual_seed(0)
     image, alone = (torch.randn(40, 6, generator=generator) for _ in range(2))
     alone[3] = torch.inf  # no background
     labels = torch.arange(40) % 4
     weight = torch.randn(4, 6, generator=generator)
+    image = image + 0.5 * weight[labels]
     features = Features((image,), labels, backgrounds=(alone,))
     found = CalibrationSet(net, features, lambda rows: rows @ weight.T)
     z, b = (rows[torch.arange(40) != 3] @ weight.T for rows in (image, alone))
     own = torch.nn.functional.one_hot(labels[torch.arange(40) != 3], 4).bool()
 
-    def expected(groups: list[tuple[Tensor, float, float]]) -> tuple[float, float]:
+    def expected(smoothing: float, *groups: tuple[Tensor, float, float]) -> tuple[float, float]:
         parts = [(v, torch.full_like(v, y), torch.full_like(v, w / len(v))) for v, y, w in groups]
-        return slow_scale(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        return slow_scale(*(torch.cat(column) for column in zip(*parts, strict=True)), smoothing)
 
-    for scale, groups in (
-        (found.evidence_scale(), [(z[own], 1.0, 0.5), (z[~own], 0.0, 0.25), (b.flatten(), 0.0, 0.25)]),
-        (found.map_scale(), [(z[own], 1.0, 0.5), (b[own], 0.0, 0.5)]),
-    ):
-        slow = expected(groups)
-        assert (scale is None and slow[0] <= 1e-6) or (scale.scale, scale.shift) == pytest.approx(
-            slow, rel=1e-3, abs=1e-3
-        )
+    shown, best_other = (z[own], 1.0, 1 / 2), z.masked_fill(own, -torch.inf).amax(1)
+    absent = (b.amax(1), 0.0, 1 / 4), (best_other, 0.0, 1 / 8), (z[~own], 0.0, 1 / 8)
+    evidence, maps = found.evidence_scale(), found.map_scale()
+    assert evidence is not None and maps is not None
+    assert (evidence.scale, evidence.shift) == pytest.approx(
+        expected(0.0, shown, *absent), rel=1e-3, abs=1e-3
+    )
+    slow = expected(0.1, shown, (b[own], 0.0, 1 / 2))
+    assert (maps.scale, maps.shift) == pytest.approx(slow, rel=1e-3, abs=1e-3)
 
 
 def test_a_branch_file_keeps_its_calibration_and_one_without_is_as_before(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,38 +10,82 @@ import torch
 from PIL import Image
 
 import sigcam
+from sigcam.core.config import FitConfig
+from sigcam.data.readers.shapes import shapes
+from sigcam.methods.explanation import is_calibrated
 from sigcam.models.classifier import load_classifier
-from sigcam.reports.demo import SHOWN, run_demo
+from sigcam.network.attachment import attach
+from sigcam.reports.demo import SHOWN, _presence, run_demo
+from sigcam.training.branch import fit
+from sigcam.training.features import extract
+from sigcam.training.linear_probe import train_probe
+
+HEADS = [("softmax", None, "signed"), ("softmax", None, "positive only"), ("centred", None, "signed")]
+PAPER = [("sigmoid", "paper", "signed"), ("sigmoid", "paper", "positive only")]
+OURS = [("sigmoid", "background", "signed"), ("sigmoid", "background", "positive only")]
+ABSOLUTE = ("sigmoid", "background", "probability, cut at one half")
+SCORES = [
+    "softmax probability",
+    "sigmoid evidence, the paper's fit",
+    "sigmoid evidence, with background",
+    "sigmoid evidence, with background and empty scenes",
+]
 
 
 @pytest.mark.slow
-def test_demo_writes_figures_branch_and_table_and_changes_no_prediction(tmp_path: Path):
+@pytest.mark.parametrize("images", [64, 320])  # too few to choose a weight of backgrounds, and enough
+def test_demo_writes_figures_branch_and_table_and_changes_no_prediction(tmp_path: Path, images: int):
     stages = []
-    table = run_demo(tmp_path, images=64, test_images=48, progress=lambda *step: stages.append(step))
+    table = run_demo(tmp_path, images=images, test_images=48, progress=lambda *step: stages.append(step))
     assert table["predictions_changed"] == 0 and table["weights_unchanged"]
     assert table["accuracy_before"] == table["accuracy_after"]
-    assert [(row["branch"], row["clamp"]) for row in table["maps"]] == [
-        ("softmax", "signed"),
-        ("softmax", "positive only"),
-        ("centred", "signed"),
-        ("sigmoid", "signed"),
-        ("sigmoid", "positive only"),
-    ]
-    assert [row["score"] for row in table["nothing_there"]] == ["softmax probability", "sigmoid evidence"]
+    classifier = load_classifier("embedded", weights=tmp_path / "classifier.safetensors")
+    net = sigcam.load(tmp_path / "branch.safetensors", classifier.model)
+    calibrated = is_calibrated(net)
+    assert calibrated or images < 320
+    rows = [(row["branch"], row["fit"], row["clamp"]) for row in table["maps"]]
+    assert rows == [*HEADS, *PAPER, *OURS, *([ABSOLUTE] if calibrated else [])]
+    assert [row["score"] for row in table["nothing_there"]] == SCORES
     assert all(0 <= row["auroc"] <= 1 for row in table["nothing_there"])
     assert all(0.05 < row["iou"] < 1 for row in table["maps"])
-    for name in ("maps.png", "distortions.png"):
+    for name in ("absent.png", "maps.png", "distortions.png"):
         with Image.open(tmp_path / name) as figure:
             assert figure.width > 900
     report = (tmp_path / "report.html").read_text()
     values = {float(value) for value in re.findall(r'data-value="([^"]+)"', report)}
     assert {row["iou"] for row in table["maps"]} | {row["auroc"] for row in table["nothing_there"]} <= values
-    assert report.count("<article") == SHOWN and report.count("<img") == 2 * SHOWN + 2
+    assert report.count("<article") == SHOWN and report.count("<img") == 2 * SHOWN + 3
     assert json.loads((tmp_path / "manifest.json").read_text())["numbers"] == table
-    classifier = load_classifier("embedded", weights=tmp_path / "classifier.safetensors")
-    net = sigcam.load(tmp_path / "branch.safetensors", classifier.model)
     assert net.fitted and net.class_names == classifier.classes
     assert all(done <= total for _, done, total in stages)
     with torch.no_grad():
         image = torch.randn(2, 3, 224, 224)
         assert torch.equal(net(image).softmax, classifier.model(image))
+    if calibrated:
+        assert table["maps"][-1]["threshold"] == 0.5  # not chosen
+    if table["background"]:
+        _, paper, ours, with_scenes = table["nothing_there"]
+        assert ours["auroc"] > paper["auroc"] - 0.05  # backgrounds do not make it worse
+        assert with_scenes["auroc"] > paper["auroc"]
+
+
+def test_a_presence_row_counts_scores_above_one_half_and_ordered_pairs():
+    row = _presence("score", torch.tensor([0.9, 0.6, 0.5, 0.2]), torch.tensor([0.7, 0.1]))
+    assert (row["above_half_with_bird"], row["above_half_without"]) == (0.5, 0.5)
+    assert row["auroc"] == 5 / 8  # 0.9 beats both, the other three beat 0.1 alone
+
+
+@pytest.mark.slow
+def test_both_fits_of_the_demo_share_one_pass_and_the_first_is_the_papers():
+    """The paper's branch from features that have backgrounds is the one that a plain fit finds."""
+    train = shapes(64)
+    classifier = load_classifier("embedded", num_classes=8)
+    train_probe(classifier, train, epochs=2)
+    first, second = (attach(classifier.model, transform=classifier.transform) for _ in range(2))
+    config = FitConfig(background=0, l2=0.1)
+    features = extract(first, train, config, backgrounds=True)
+    fit(first, replace(features, backgrounds=()), config)
+    fit(second, train, config)
+    assert not is_calibrated(first)
+    for branch, plain in zip(first.sigmoid.parameters(), second.sigmoid.parameters(), strict=True):
+        torch.testing.assert_close(branch, plain)

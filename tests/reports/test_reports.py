@@ -25,7 +25,9 @@ from sigcam.methods.explanation import data_uri
 from sigcam.methods.postprocess import disagreement
 from sigcam.metrics.classification import calibration
 from sigcam.metrics.localization import MaxBoxAccV2, PxAP
+from sigcam.network.calibration import BranchCalibration, LogitScale
 from sigcam.network.dual import DualBranch
+from sigcam.network.opening import open_network
 from sigcam.reports import html as reports
 from sigcam.reports.evaluation_report import evaluation_page
 from sigcam.reports.explain_report import evenly
@@ -413,6 +415,33 @@ def test_a_page_without_any_map_measured_says_so_and_still_tells_how_reliable_sc
     assert "sigmoid evidence, error" in read.text
 
 
+CALIBRATION = BranchCalibration(LogitScale(1.5, -0.2), {1.0: LogitScale(2.0, 0.1)})
+
+
+def test_maps_in_probabilities_have_rows_columns_and_colours_of_their_own(samples: Samples):
+    net = prepared(Gap())
+    net.fitted, net.calibration = True, CALIBRATION
+    metrics = ["box_acc_at_half", "false_alarm", "gt_known_loc", "average_drop"]
+    result, seen, read = evaluated(net, samples, metrics=metrics, scales=["unit", "probability"])
+    tables = read.text.partition("How each number is defined")[0]
+    assert "grad-cam sigmoid probability" in tables and "sigmoid probability: IoU" in tables
+    half = tables.partition("Maps cut at the value 0.5")[2].partition("Other measures of place")[0]
+    for title in (
+        "box accuracy",
+        "false alarms: maps of an absent class",
+        "area of false alarms, % of the image",
+    ):
+        assert title in half
+    for name in ("box_acc_at_half", "false_alarm", "false_alarm_area"):
+        assert f"{result.value(name, branch='sigmoid', scale='probability'):.2f}" in half
+    assert "false alarm" not in tables.partition("Does the class depend on it?")[2].partition("Thresholds")[0]
+    assert "range or probability" in tables
+    evidence = seen.images[0].evidence or 0.0
+    assert f"{evidence:.3f}, {'present' if evidence > 0.5 else 'not present'}" in tables
+    net.calibration = BranchCalibration()
+    assert "present" not in evaluated(net, samples, metrics=["gt_known_loc"])[2].text
+
+
 # --- the commands ---
 
 
@@ -445,6 +474,47 @@ def test_the_report_of_an_unfitted_head_has_no_evidence_and_says_so(monkeypatch,
     assert "so there is no evidence" in read.text and "evid." not in read.text
     assert "logits" in read.text
     assert [a["value"] for a in read.all("option")].count("1") == 0  # nothing but probability to sort by
+
+
+@pytest.mark.slow
+def test_the_report_of_absolute_maps_names_scale_threshold_and_presence(monkeypatch, place, capsys):
+    branch = fitted(monkeypatch, place)
+    words = ("explain", place / "data", "--model", spec(place), "--branch", branch, "--report", "--captions")
+
+    def page(scale: str) -> tuple[str, list[dict[str, Any]]]:
+        capsys.readouterr()
+        assert run(monkeypatch, *words, "--scale", scale, "--output", place / scale) == 0
+        text = checked((place / scale / "report.html").read_text()).text
+        return text, json.loads((place / scale / "explanation.json").read_text())
+
+    text, rows = page("unit")
+    assert rows[0]["present"] is None and "present" not in text + capsys.readouterr().out
+    net = open_network(spec(place), None, str(branch)).net
+    net.calibration = CALIBRATION
+    net.save(branch)
+    expected = {
+        "unit": (
+            "scale unit: each map from 0 to 1",
+            "above 0.2 of the map's peak",
+            "0 of this map's range 1",
+        ),
+        "logit": (
+            "scale logit: the mean of a map",
+            "above 0.2 of the map's peak",
+            "against 0 logits for the",
+        ),
+        "probability": ("scale probability per cell", "above probability 0.5", "0 probability 0.5 1"),
+    }
+    for scale, parts in expected.items():
+        text, rows = page(scale)
+        assert all(part in text for part in parts), text
+        assert ("disagreement of the heads' maps" in text) == (scale != "probability")
+        for row in rows:
+            assert row["present"] == (row["evidence"] > 0.5)
+            words_shown = "present" if row["present"] else "not present"
+            assert f"its evidence {row['evidence']:.3f}, {words_shown}" in text
+        printed = capsys.readouterr().out
+        assert "present" in printed and ("yes" if rows[0]["present"] else "no") in printed
 
 
 def test_a_missing_extra_stops_the_commands_before_they_work(monkeypatch, place, capsys):

@@ -173,6 +173,31 @@ def test_a_flipped_byte_costs_its_chunk_and_no_more(made: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["background", "zoom"])
+def test_a_flipped_byte_among_the_backgrounds_is_computed_again(tmp_path: Path, kind: str) -> None:
+    samples, root = tree(tmp_path / "data"), tmp_path / "cache"
+    config = FitConfig(l2=0.1, background=1.0, zooms=(1.0, 2.0))
+    weight, first = fitted(samples, root, config)
+    spare = fitted(samples, root, config)[1]
+    stores = [entry.folder for entry in list_caches(root)]
+    chosen = [
+        entry.folder
+        for entry in list_caches(root)
+        if "background" in entry.about and ("zoom" in entry.about) == (kind == "zoom")
+    ]
+    assert len(stores) == 4 and len(chosen) == 1
+    file = chosen[0] / "features.bin"
+    whole = file.read_bytes()
+    data = bytearray(whole)
+    data[len(data) // 2] ^= 0x10
+    file.write_bytes(data)
+    again, seen = fitted(samples, root, config)
+    assert torch.equal(again, weight) and file.read_bytes() == whole
+    assert seen == spare + IMAGES_PER_CHUNK < first
+    assert fitted(samples, root, config)[1] == spare
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["features.bin", "sums.bin"])
 def test_a_truncated_or_missing_file_is_made_whole(made: Any, name: str) -> None:
     samples, root, weight, spare = made

@@ -12,7 +12,7 @@ from torch import Tensor
 from sigcam.core.errors import DataError
 from sigcam.training import logistic as solving
 from sigcam.training.logistic import Rows, Solution, find_axes, solve
-from sigcam.training.recipes import choose_l2
+from sigcam.training.selection import choose_l2
 
 
 def problem(images: int = 120, width: int = 7, classes: int = 4, seed: int = 0, many: bool = False) -> Rows:

@@ -31,6 +31,8 @@ from sigcam.data.readers.shapes import SHAPE_CLASSES, shapes
 from sigcam.data.registry import open_dataset
 from sigcam.models.classifier import load_classifier
 from sigcam.network.attachment import attach
+from sigcam.network.calibration import BranchCalibration, LogitScale
+from sigcam.network.opening import open_network
 from sigcam.training.branch import fit
 from support.folders import png_header
 
@@ -409,6 +411,33 @@ def test_two_branches_are_compared_side_by_side_on_one_scale(browser, own):
 
 
 @pytest.mark.slow
+def test_maps_are_shown_in_probabilities_and_the_threshold_becomes_one(browser, options, tmp_path):
+    net = open_network(str(options[1]), None, str(options[5])).net
+    net.calibration = BranchCalibration(LogitScale(2.0), {1.0: LogitScale(3.0, 0.5)})
+    net.save(tmp_path / "branch")
+    with served(*options[:4], "--branch", tmp_path / "branch") as url, visit(browser, url) as page:
+        threshold = "#threshold input[type=number]"
+        assert re.search(r"(not )?present: evidence 0\.\d{3}", caption(page)) and "scale" not in caption(page)
+        set_slider(page, "#threshold", "#boxes", 0.73)
+        page.click("text=probability (absolute)")
+        page.wait_for_function("document.querySelector('.sc-legend').innerText.includes('probability per')")
+        assert page.inner_text(".sc-legend .sc-ends").split() == ["0", "0.5", "1"]
+        assert page.input_value(threshold) == "0.5" and "this probability" in page.inner_text("#threshold")
+        assert "no absolute scale: the softmax head has none" in caption(page, 1)
+        assert 'data-threshold="0.5"' in page.inner_html("#boxes")
+        keep(page, "probability")
+        set_slider(page, "#threshold", "#boxes", 0.9)
+        page.click("#gallery button >> nth=1")
+        page.wait_for_function("!document.querySelector('figcaption').innerText.includes('0.png')")
+        assert (
+            "probability per cell" in page.inner_text(".sc-legend") and page.input_value(threshold) == "0.9"
+        )
+        page.click("text=one for all maps")
+        page.wait_for_function("document.querySelector('.sc-legend').innerText.includes('logits per cell')")
+        assert page.input_value(threshold) == "0.4" and "fraction" in page.inner_text("#threshold")
+
+
+@pytest.mark.slow
 def test_the_folder_is_sorted_by_disagreement_and_a_picture_opened_from_there(browser, own):
     with visit(browser, own) as page:
         page.click("role=tab[name='Sort the folder']")
@@ -583,7 +612,7 @@ def test_a_value_that_no_slider_has_gives_a_sentence_or_a_result(embedded, value
 
 def test_a_path_from_the_browser_is_not_opened(embedded):
     picture = Path(__file__).parents[2] / "docs" / "images" / "distortions.png"
-    controls = (["softmax head"], ["grad-cam"], "evidence", True, 0.2, 0.0)
+    controls = (["softmax head"], ["grad-cam"], "evidence", "shared", 0.2, 0.0)
     for path in (picture, Path("/etc/passwd"), Path("../../../etc/passwd")):
         said = called(
             embedded, "upload", {"path": str(path), "meta": {"_type": "gradio.FileData"}}, *controls

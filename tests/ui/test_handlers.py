@@ -22,13 +22,15 @@ from sigcam.core.errors import DataError
 from sigcam.data.images import images_from_paths
 from sigcam.data.readers.shapes import shapes
 from sigcam.data.sample import Sample, Samples
+from sigcam.drawing.overlay import overlay
 from sigcam.methods.explainer import explain
 from sigcam.models.preprocess import Preprocess
 from sigcam.network.attachment import attach
+from sigcam.network.calibration import BranchCalibration, LogitScale
 from sigcam.network.dual import DualBranch
 from sigcam.network.trace import lock_of
 from sigcam.ui.fit_job import FitJob, Stopped
-from sigcam.ui.handlers import Page
+from sigcam.ui.handlers import THRESHOLD, Page
 from sigcam.ui.html import boxes_html, links_html, panels_html, top_classes_html
 from sigcam.ui.images import ImageGallery, open_gallery, open_upload
 from sigcam.ui.security import HEADERS, MAX_UPLOAD_BYTES, Guard, parse_login
@@ -52,10 +54,25 @@ def network(classes: int = 4, seed: int = 0) -> DualBranch:
     return net
 
 
-def view(net: DualBranch, *methods: str, colours: str = "evidence", classes=(0, 1)) -> Viewer:
+def calibrated(classes: int = 4) -> DualBranch:
+    """Return such a network whose branch has a scale for evidence and one for maps."""
+    net = network(classes)
+    net.calibration = BranchCalibration(LogitScale(2.0, -0.5), {1.0: LogitScale(1.5, 0.3)})
+    return net
+
+
+def view(
+    net: DualBranch, *methods: str, colours: str = "evidence", classes=(0, 1), scale: str = "shared"
+) -> Viewer:
     viewer = Viewer("bird", PICTURE, [net])
-    viewer.update(Request(tuple(classes), tuple(sources_of(net)), methods or ("grad-cam",), colours))  # type: ignore[arg-type]
+    request = Request(tuple(classes), tuple(sources_of(net)), methods or ("grad-cam",), colours, scale)  # type: ignore[arg-type]
+    viewer.update(request)
     return viewer
+
+
+def captions(viewer: Viewer) -> list[str]:
+    """Return the captions of the panels."""
+    return [part.partition("</figcaption>")[0] for part in panels_html(viewer).split("<figcaption>")[2:]]
 
 
 # ------------------------------------------------------------------------------------------------- maps
@@ -111,8 +128,93 @@ def test_maps_in_logits_share_one_scale_and_others_keep_their_own():
     logits = [p for p in viewer.panels if p.in_logits]
     assert {p.scale_max for p in logits} == {max(float(p.raw_map.max()) for p in logits)}
     assert {p.scale_max for p in viewer.panels if not p.in_logits} != {logits[0].scale_max}
-    viewer.update(Request((0, 1), tuple(sources_of(viewer.main_net)), ("grad-cam",), shared_scale=False))
+    viewer.update(Request((0, 1), tuple(sources_of(viewer.main_net)), ("grad-cam",), scale="own"))
     assert len({p.scale_max for p in viewer.panels}) > 1
+
+
+@pytest.mark.parametrize("colours", ["evidence", "signed"])
+@pytest.mark.parametrize("method", ["cam", "grad-cam", "layer-cam"])
+def test_probabilities_of_the_page_are_those_of_explain_and_never_stretched(method: str, colours: str):
+    net = calibrated()
+    viewer = view(net, method, colours=colours, scale="probability")
+    viewer.threshold = 0.5
+    files = viewer.files()
+    maps, rows = np.load(io.BytesIO(files["maps.npy"])), json.loads(files["maps.json"])["maps"]
+    height, width = viewer.display.height, viewer.display.width
+    for i, (panel, box) in enumerate(zip(viewer.panels, viewer.boxes(), strict=True)):
+        assert panel.absolute == (panel.source.branch == "sigmoid")
+        if not panel.absolute:
+            continue
+        asked: Any = {"classes": panel.class_index, "scale": "probability"}
+        ex = explain(net, [PICTURE], method, **asked)
+        assert torch.allclose(panel.unit_map, ex.maps, atol=1e-6) and panel.scale_max == 1
+        assert np.allclose(maps[i], ex.maps[0].numpy(), atol=1e-6)
+        assert rows[i]["unit"] == "probability" and rows[i]["present"] == bool(ex.present[0])
+        x0, y0, x1, y1 = ex.boxes()[0][0].tolist()
+        found = None if box is None else (box[0] * 48, box[1] * 32, box[2] * 48, box[3] * 32)
+        assert found is None if x1 <= x0 else found == pytest.approx((x0, y0, x1, y1))
+        drawn = explain(net, [PICTURE], method, size=(height, width), **asked).maps[0]
+        signed = colours == "signed"
+        expected = overlay(viewer.display, 2 * drawn - 1 if signed else drawn, signed=signed, peak=1.0)
+        difference = np.asarray(viewer._overlay(panel)).astype(int) - np.asarray(expected).astype(int)
+        assert abs(difference).max() <= 1, "0 and 1 have the same colours in every map"
+
+
+def test_a_map_of_low_probabilities_is_not_called_blank():
+    net = calibrated()
+    net.last_layer("sigmoid").get_parameter("bias").data -= 100
+    absolute = [p for p in view(net, "cam", scale="probability").panels if p.absolute]
+    assert all(bool((p.raw_map < 0).all()) and p.unit_map.max() < 0.01 and not p.note for p in absolute)
+
+
+def test_both_classes_of_one_logit_have_complementary_probabilities_on_the_page():
+    viewer = view(calibrated(1), "cam", scale="probability")
+    one, other = [p for p in viewer.panels if p.absolute]
+    assert torch.allclose(one.unit_map + other.unit_map, torch.ones(1, 32, 48), atol=1e-5)
+
+
+def test_maps_without_an_absolute_scale_keep_their_own_and_say_why():
+    viewer = view(calibrated(), "cam", "eigen-cam", classes=(0,), scale="probability")
+    own = view(viewer.main_net, "cam", "eigen-cam", classes=(0,), scale="own")
+    reasons = {
+        ("sigmoid", "cam"): "",
+        ("sigmoid", "eigen-cam"): "no absolute scale: maps by eigen-cam are not in logits",
+        ("softmax", "cam"): "no absolute scale: the softmax head has none",
+        ("centred", "cam"): "no absolute scale: the centred softmax head has none",
+    }
+    for panel, plain, caption in zip(viewer.panels, own.panels, captions(viewer), strict=True):
+        why = reasons.get((panel.source.branch, panel.method), "softmax head has none")
+        assert (why in caption) if why else ("no absolute scale" not in caption)
+        assert ("full colour" in caption) == bool(why)
+        if why:
+            assert torch.equal(panel.raw_map, plain.raw_map) and panel.image_uri == plain.image_uri
+    legend = panels_html(viewer).partition("sc-legend")[2]
+    assert "<span>0</span><span>0.5</span><span>1</span>" in legend and "probability per cell" in legend
+    pair = tuple(s for s in sources_of(viewer.main_net) if s.branch != "centred")
+    viewer.update(Request((0,), pair, ("cam",), scale="probability"))
+    assert ["full colour" in caption for caption in captions(viewer)] == [False, True]
+    relative = view(network(), "cam", scale="probability")
+    assert "sc-legend" not in panels_html(relative) and not any(p.absolute for p in relative.panels)
+    assert "no absolute scale: this branch is not calibrated at this size" in captions(relative)[0]
+    other_size = calibrated()
+    other_size.calibration = BranchCalibration(LogitScale(), {2.0: LogitScale(2.0)})
+    assert "not calibrated at this size" in captions(view(other_size, "cam", scale="probability"))[0]
+
+
+def test_a_calibrated_branch_says_whether_the_class_is_present_on_every_scale():
+    net = network()
+    middle = float(explain(net, [PICTURE], classes="all").logits.mean())
+    net.calibration = BranchCalibration(LogitScale(1.0, -middle), {1.0: LogitScale()})
+    ex = explain(net, [PICTURE], classes="all")
+    assert len(set(ex.present[0].tolist())) == 2, "some classes are there and some are not"
+    for scale in ("shared", "own", "probability"):
+        viewer = view(net, "cam", classes=range(4), scale=scale)
+        for panel, caption in zip(viewer.panels, captions(viewer), strict=True):
+            k = panel.class_index
+            words = "present" if ex.present[0, k] else "not present"
+            line = f"<br>{words}: evidence {float(ex.evidence[0, k]):.3f}"
+            assert (line in caption) == (panel.source.branch == "sigmoid")
+        assert not any("present" in caption for caption in captions(view(network(), "cam", scale=scale)))
 
 
 def test_a_head_that_is_not_linear_is_drawn_but_not_shifted():
@@ -454,7 +556,7 @@ def test_a_thumbnail_is_written_once_and_follows_its_file(tmp_path):
 def test_a_slider_that_sends_no_number_gives_a_sentence(tmp_path, value):
     page, request = made_page(network(), tmp_path), gr.Request(session_hash="a")
     page.load(request)
-    controls = (["softmax head"], ["cam"], "evidence", True)
+    controls = (["softmax head"], ["cam"], "evidence", "shared")
     for call in (
         lambda: page.set_threshold(request, value),
         lambda: page.set_delta(request, value),
@@ -489,6 +591,37 @@ def test_a_slider_stays_in_its_limits_and_an_empty_field_changes_nothing(tmp_pat
         list(page.sort(request, [], "softmax head", 4))
 
 
+def test_the_threshold_is_a_probability_while_maps_are_and_starts_anew_when_its_meaning_changes(tmp_path):
+    page, request = made_page(calibrated(8), tmp_path), gr.Request(session_hash="a")
+    page.load(request)
+    viewer = page.viewers.get(":a")
+
+    def scaled(scale: str) -> Any:
+        return page.redraw(request, [0], ["sigmoid branch"], ["cam"], "evidence", scale)[-1]
+
+    page.set_threshold(request, 0.7)
+    assert "value" not in scaled("own") and viewer.threshold == 0.7, "a fraction stays what it was"
+    slider = scaled("probability")
+    assert (slider["value"], viewer.threshold) == (0.5, 0.5) and "this probability" in slider["info"]
+    page.set_threshold(request, 0.9)
+    assert "value" not in scaled("probability") and viewer.threshold == 0.9
+    slider = scaled("shared")
+    assert (slider["value"], viewer.threshold) == (THRESHOLD, THRESHOLD) and "fraction" in slider["info"]
+    assert "value" not in scaled("nonsense") and viewer.request.scale == "shared"
+    click = gr.SelectData(None, {"index": 0, "value": ""})
+    page.select(request, click, 1, ["sigmoid branch"], ["cam"], "evidence", "probability", None, 0)
+    assert page.viewers.get(":a").threshold == 0.5, "the default while the field is empty"
+
+
+def test_a_choice_that_fails_leaves_the_threshold_for_the_next_one(tmp_path):
+    page, request = made_page(calibrated(8), tmp_path), gr.Request(session_hash="a")
+    page.load(request)
+    with pytest.raises(gr.Error, match="at least one head"):
+        page.redraw(request, [0], [], ["cam"], "evidence", "probability")
+    slider = page.redraw(request, [0], ["sigmoid branch"], ["cam"], "evidence", "probability")[-1]
+    assert slider["value"] == page.viewers.get(":a").threshold == 0.5
+
+
 def test_requests_of_one_tab_take_turns(tmp_path, monkeypatch):
     page, request = made_page(network(), tmp_path), gr.Request(session_hash="a")
     page.load(request)
@@ -503,7 +636,7 @@ def test_requests_of_one_tab_take_turns(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Viewer, "update", slow_update)
     monkeypatch.setattr(Viewer, "shift", lambda viewer, delta: (order.append("shift"), shift(viewer, delta)))
-    choices = (["softmax head"], ["cam"], "signed", True)
+    choices = (["softmax head"], ["cam"], "signed", "shared")
     threads = [
         threading.Thread(target=page.redraw, args=(request, [1], *choices)),
         threading.Thread(target=page.set_delta, args=(request, 2.0)),

@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 
-from sigcam.bench.networks import network
+from sigcam.bench.networks import network, paper_fit
 from sigcam.bench.paper import ROWS
 from sigcam.bench.plan import Plan
 from sigcam.bench.registry import MASKED_DATASETS
 from sigcam.bench.tables import methods_for
-from sigcam.core.config import FitConfig
 from sigcam.core.files import write_png
 from sigcam.core.types import Progress
 from sigcam.data.sample import Samples
@@ -24,7 +23,7 @@ def draw_figures(plan: Plan, dataset: str, progress: Progress) -> None:
     """Draw example maps and, for a linear head and images with masks, the maps of a shifted head."""
     qualitative(plan, dataset, progress)
     if dataset in MASKED_DATASETS:
-        net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
+        net = network(plan, dataset, paper_fit(plan, dataset), progress)
         samples = plan.samples(dataset, "test", 64)
         usable = tuple(s for s in samples if s.open_mask is not None and s.label is not None)
         if net.linear and usable:
@@ -34,7 +33,7 @@ def draw_figures(plan: Plan, dataset: str, progress: Progress) -> None:
 
 def qualitative(plan: Plan, dataset: str, progress: Progress, rows: int = 6) -> Path:
     """Draw maps of some test images by each head, predicted box green, ground truth red; return the file."""
-    net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
+    net = network(plan, dataset, paper_fit(plan, dataset), progress)
     samples, method = plan.samples(dataset, "test", rows), methods_for(net)[0]
     width, height = net.input_shape[2], net.input_shape[1]
     variants: dict[str, tuple[Any, bool, float]] = {

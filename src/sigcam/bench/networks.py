@@ -1,19 +1,20 @@
 """The classifiers under test, given or trained on the data, each with a fitted branch."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from sigcam.bench.plan import VGG, Plan
 from sigcam.bench.weights import open_vgg, pooled_features
 from sigcam.core.checkpoint import work_key
 from sigcam.core.config import FitConfig, TrainConfig
 from sigcam.core.distributed import barrier, rank, single_process, world_size
-from sigcam.core.errors import DataError, SigcamError
+from sigcam.core.errors import AttachError, ConfigError, DataError, SigcamError
 from sigcam.core.files import hash_of
 from sigcam.core.types import Progress
 from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint, match_classes
@@ -21,9 +22,11 @@ from sigcam.models.classifier import Classifier, save_classifier
 from sigcam.network.attachment import attach, load
 from sigcam.network.dual import DualBranch
 from sigcam.network.identity import classifier_facts
-from sigcam.network.opening import open_classifier, open_network
+from sigcam.network.opening import open_classifier
+from sigcam.training.background import why_no_background
 from sigcam.training.branch import fit
 from sigcam.training.classifier import train_classifier
+from sigcam.training.feature_reader import HeadInputs
 from sigcam.training.features import Features, TrainingData, extract
 from sigcam.training.linear_probe import train_probe
 
@@ -31,46 +34,153 @@ VGG_TRAIN_IMAGES = 1500  # a pass of VGG-16 takes seven times as long as that of
 STAGES = TrainConfig(epochs=2, lr=3e-3, head_lr_ratio=1.0, decay_every=3, freeze_until="blocks.5")
 
 
+@dataclass(frozen=True)
+class BranchFit:
+    """How a branch is fitted.
+
+    Args:
+        negatives: images that show none of the classes.
+        rows: computes the features to fit on, and those of examples without a class, from a network and the
+            training images; None for the images' own features. `tag` names what it does.
+    """
+
+    config: FitConfig
+    negatives: Samples | None = None
+    rows: Callable[[DualBranch, Samples], tuple[Features, Features | None]] | None = None
+    tag: str = ""
+
+    def settings(self) -> list[Any]:
+        """Return everything that tells this fit from others on the same images."""
+        settings: list[Any] = [asdict(self.config), *filter(None, [self.tag])]
+        if self.negatives is not None:
+            settings += [data_fingerprint(self.negatives), files_fingerprint(self.negatives)]
+        return settings
+
+
+Fits = Mapping[str, FitConfig | BranchFit]
+
+
+def paper_fit(plan: Plan, dataset: str, **settings: Any) -> FitConfig:
+    """Return the paper's fit; on ImageNet, which has few images per class, with the softmax head as prior."""
+    few: Any = {"prior": "softmax", "views": 2} if dataset == "ilsvrc" else {}
+    return FitConfig(**{"background": 0.0, "seed": plan.seed, **few, **settings})
+
+
+def table_fits(plan: Plan, dataset: str) -> dict[str, FitConfig]:
+    """Return the fits of the tables: the paper's, the same with background evidence, and the control, a
+    softmax over the classes and background. Maps in probabilities are calibrated at the plan's sizes."""
+    zooms = tuple(dict.fromkeys((1.0, float(plan.zoom))))
+    weight = 1.0 if dataset == "ilsvrc" else "auto"  # "auto" keeps 0 where each class has three images
+    slow: Any = {"views": 1, "l2": 0.1} if dataset == "ilsvrc" else {}  # a solver for 1000 classes at once
+    contrast: Any = {"background": 3.0, "loss": "background-softmax", "zooms": zooms, **slow}
+    return {
+        "sigmoid": paper_fit(plan, dataset),
+        "sigmoid + background": paper_fit(plan, dataset, background=weight, zooms=zooms),
+        "softmax + background": paper_fit(plan, dataset, **contrast),
+    }
+
+
 def network(
     plan: Plan, dataset: str, config: FitConfig, progress: Progress, negatives: Samples | None = None
 ) -> DualBranch:
     """Return the classifier of a data set with a fitted branch.
 
-    Trained classifiers and fitted branches are stored in the output folder and reused. The embedded
-    classifier has a branch for ImageNet, which is used as it is.
+    Trained classifiers and fitted branches are stored in the output folder and reused.
     """
-    if plan.uses_shipped_branch(dataset) and config == FitConfig(seed=plan.seed):
-        return open_network("embedded", device=plan.device).net
+    opened = _open(plan, dataset, progress)
+    file = _fitted(plan, opened, BranchFit(config, negatives), progress)
+    if file is None:
+        raise ConfigError(f"this {type(opened.classifier.model).__name__} has no background to learn from.")
+    return opened.load(file)
+
+
+def networks(plan: Plan, dataset: str, fits: Fits, progress: Progress) -> dict[str, DualBranch]:
+    """Return a fitted branch for each of the fits, all beside one model, made faster where that is a CPU.
+
+    A fit that the network does not allow is left out: with background where the head reads class tokens, as
+    a softmax with background where the head is not one linear layer.
+    """
+    opened, nets = _open(plan, dataset, progress), dict[str, DualBranch]()
+    model: nn.Module | None = None
+    for name, each in fits.items():
+        file = _fitted(plan, opened, each if isinstance(each, BranchFit) else BranchFit(each), progress)
+        if file is None:
+            continue
+        net = opened.load(file, optimize=model is None)
+        model = net.model if model is None else model
+        nets[name] = net if net.model is model else net.with_model(model)
+    return nets
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A classifier with its training images and the folder of its branches."""
+
+    classifier: Classifier
+    train: Samples
+    folder: Path
+    given: bool  # whether it was trained beforehand, or is used as published
+
+    @property
+    def known(self) -> dict[str, Any]:
+        return {"transform": self.classifier.transform, "class_names": self.classifier.classes}
+
+    def load(self, file: Path, optimize: bool = False) -> DualBranch:
+        """Return a stored branch beside the classifier, or beside a faster copy of it."""
+        model = self.classifier.model
+        with _stored(file):
+            if optimize and next(model.parameters()).device.type == "cpu":
+                with suppress(AttachError):  # the model cannot be copied
+                    return load(file, model, optimize=True, **self.known)
+            return load(file, model, **self.known)
+
+
+def _open(plan: Plan, dataset: str, progress: Progress) -> _Opened:
+    """Open the classifier of a data set; train it if it is neither given nor stored."""
     given = plan.given_classifier(dataset)
     if given or dataset == "ilsvrc":  # trained beforehand, or with its published head
         train = plan.train_samples(dataset, plan.train_images)
         classifier = open_classifier(plan.backbone, given, crop=False, device=plan.device)
         folder = _folder(plan, f"{dataset}-given", train, classifier, None)
-    else:
-        classifier, train, folder = _trained(plan, dataset, progress)
-    settings: list[Any] = [asdict(config)]
-    settings += [] if negatives is None else [data_fingerprint(negatives), files_fingerprint(negatives)]
-    file = folder / f"branch-{hash_of(settings)[:8]}.safetensors"
-    known: Any = {"transform": classifier.transform, "class_names": classifier.classes}
-    if not file.is_file():
-        net = attach(classifier.model, **known)
-        data: TrainingData | Features = match_classes(train, net.classes, net.class_names)
-        cache = plan.output / "features"
-        if plan.backbone == VGG and not given:
-            data = pooled_features(classifier, train, cache, progress)
-        elif world_size() > 1:  # each process computes its share of the features; the first one fits
-            extract(net, data, config, cache=cache, progress=progress)
-            if negatives is not None:
-                extract(net, negatives, config, cache=cache, progress=progress, labelled=False)
-            barrier()
-        if rank() == 0:
-            with single_process():
-                fit(net, data, config, negatives=negatives, cache=cache, progress=progress)
-            folder.mkdir(parents=True, exist_ok=True)
-            net.save(file)
+        return _Opened(classifier, train, folder, given=True)
+    return _Opened(*_trained(plan, dataset, progress), given=False)
+
+
+def _fitted(plan: Plan, opened: _Opened, branch_fit: BranchFit, progress: Progress) -> Path | None:
+    """Return the file of a branch, fitted if there is none yet; None if the network does not allow it."""
+    classifier, train, folder = opened.classifier, opened.train, opened.folder
+    file = folder / f"branch-{hash_of(branch_fit.settings())[:8]}.safetensors"
+    if file.is_file():
+        return file
+    net, config, negatives = attach(classifier.model, **opened.known), branch_fit.config, branch_fit.negatives
+    linear = HeadInputs(net).linear
+    backgrounds = config.background != 0
+    if (backgrounds and why_no_background(net)) or (config.loss != "sigmoid" and not linear):
+        return None
+    if not linear:  # what only the solver has
+        config = replace(config, prior="zero")
+    data: TrainingData | Features = match_classes(train, net.classes, net.class_names)
+    others: TrainingData | Features | None = negatives
+    cache = plan.output / "features"
+    if plan.backbone == VGG and not opened.given:
+        data = pooled_features(classifier, train, cache, progress)
+    elif world_size() > 1:  # each process computes its share of the features; the first one fits
+        extract(net, data, config, cache=cache, progress=progress, backgrounds=backgrounds)
+        if negatives is not None:
+            extract(net, negatives, config, cache=cache, progress=progress, labelled=False)
         barrier()
-    with _stored(file):
-        return load(file, classifier.model, **known)
+    if rank() == 0:
+        with single_process():
+            if branch_fit.rows is not None:
+                assert isinstance(data, Samples)
+                data, others = branch_fit.rows(net, data)
+            result = fit(net, data, config, negatives=others, cache=cache, progress=progress)
+        if result.quality is not None:
+            net.recipe["held_out_ap"] = 100 * result.quality.mean_average_precision
+        folder.mkdir(parents=True, exist_ok=True)
+        net.save(file)
+    barrier()
+    return file
 
 
 def _trained(plan: Plan, dataset: str, progress: Progress) -> tuple[Classifier, Samples, Path]:

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from sigcam.bench.networks import network
+from sigcam.bench.networks import network, paper_fit
 from sigcam.bench.paper import published_overhead
 from sigcam.bench.plan import Plan
 from sigcam.bench.registry import FINE_DATASETS
 from sigcam.bench.render import OVERHEAD_REPEATS, write_result
-from sigcam.core.config import FitConfig
 from sigcam.core.types import Progress
 from sigcam.methods.explainer import explain
 from sigcam.models.classifier import load_classifier
@@ -23,7 +22,7 @@ from sigcam.training.linear_probe import train_probe
 def overhead(plan: Plan, progress: Progress) -> dict[str, Any]:
     """Measure parameters, time per image and training time without and with the branch; write the result."""
     dataset = plan.available(FINE_DATASETS)[0]
-    net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
+    net = network(plan, dataset, paper_fit(plan, dataset), progress)
     images = torch.randn(8, *net.input_shape, generator=torch.Generator().manual_seed(0)).to(net.device)
     calls: dict[str, Any] = {
         "classifier alone": lambda: net.model(images),
@@ -67,7 +66,7 @@ def _training_seconds(plan: Plan, dataset: str, progress: Progress) -> dict[str,
     probe = time.perf_counter() - start
     net = attach(classifier.model, transform=classifier.transform, class_names=train.classes)
     start = time.perf_counter()
-    result = fit(net, train, FitConfig(seed=plan.seed), progress=progress)
+    result = fit(net, train, paper_fit(plan, dataset), progress=progress)
     branch = time.perf_counter() - start
     return {
         "images": len(train),

@@ -35,8 +35,11 @@ ROWS: dict[str, tuple[str, bool]] = {
     "sigmoid, signed": ("sigmoid", False),
     "sigmoid, clamped (the paper's method)": ("sigmoid", True),
 }
+HEADS = ("softmax", "centred", "sigmoid")  # branches of the rows above; any other is named by its fit
+STRONGEST_OF = tuple(ROWS.values())  # the controls of branches with background evidence
 PAPER_METHODS = ("cam", "grad-cam", "grad-cam++", "xgrad-cam", "layer-cam")  # Table 2 has the first two
 FIDELITY = ("average_drop", "increase_in_confidence", "mean_map")
+CURVES = ("insertion", "deletion")
 FIRST_BOX = ("gt_known_loc_first", "top1_loc_first")  # the paper's count for images with several boxes
 PAPER_BACKBONES = {"vgg16": "VGG-16", "resnet50": "ResNet-50", "inception_v3": "InceptionV3"}
 
@@ -44,7 +47,10 @@ PAPER_BACKBONES = {"vgg16": "VGG-16", "resnet50": "ResNet-50", "inception_v3": "
 def row_name(row: BenchRow) -> str:
     """Return the row's name in a table."""
     names = {variant: name for name, variant in ROWS.items()}
-    name = names.get((row["branch"], row["clamp"]), f"{row['branch']}, {row['clamp']}")
+    kind = {True: "clamped", False: "signed"}.get(row["clamp"], str(row["clamp"]))
+    kind = "absolute" if row.get("scale", "unit") != "unit" else kind
+    known = None if kind == "absolute" else names.get((row["branch"], row["clamp"]))
+    name = known or f"{row['branch']}, {kind}"
     name += f", positive weight {row['pos_weight']:g}" if "pos_weight" in row else ""
     return name + (f", {row['fit']}" if "fit" in row else "")
 
@@ -55,6 +61,8 @@ def published_value(row: BenchRow, table: str, metric: str) -> float | None:
     The paper scored the confidence of its own maps by its own branch, and compared with the first box only.
     """
     variant = (row["branch"], row["clamp"])
+    if row.get("scale", "unit") != "unit":
+        return None
     paper_row = {("softmax", False): "baseline", ("sigmoid", True): "ours"}.get(variant)
     if variant == ("sigmoid", False):
         paper_row = "ours_no_nwc"

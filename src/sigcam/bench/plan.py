@@ -1,6 +1,5 @@
 """Plan: the data, classifier and numbers of images that the tables of `sigcam bench` are made with."""
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from sigcam.core.errors import DataError
 from sigcam.core.manifest import versions
 from sigcam.data.registry import open_dataset
 from sigcam.data.sample import Samples, check_disjoint
-from sigcam.network.opening import SHIPPED, has_shipped_branch
 
 VGG = "wsol:vgg16-cam"
 ABLATION_IMAGES = 500  # test images for ablations and for other classifiers than the plan's
@@ -42,8 +40,6 @@ class Plan:
     def samples(self, dataset: str, split: str, count: int | None) -> Samples:
         """Return `count` samples of a split, drawn with the seed; None for all."""
         samples = open_dataset(self.data / dataset, split=split)
-        if split == "test" and self.uses_shipped_branch(dataset):
-            samples = _without_fitted(samples, self.data / dataset)
         if count is None or count >= len(samples):
             return samples
         generator = torch.Generator().manual_seed(self.seed)
@@ -82,10 +78,6 @@ class Plan:
         command = f"`sigcam train-classifier --model {self.backbone} --data {self.data / dataset}"
         raise DataError(f"{path} does not exist: {command} --output {path.parent}` makes it.")
 
-    def uses_shipped_branch(self, dataset: str) -> bool:
-        """Whether the branch on this data set is the one that comes with the embedded classifier."""
-        return dataset == "ilsvrc" and has_shipped_branch(self.backbone, self.given_classifier(dataset))
-
     def classifier_kind(self, dataset: str) -> str:
         """Describe the classifier of a data set in a few words."""
         if self.given_classifier(dataset):
@@ -118,12 +110,3 @@ class Plan:
             "threads": torch.get_num_threads(),
             "versions": versions(),
         }
-
-
-def _without_fitted(samples: Samples, folder: Path) -> Samples:
-    """Leave out the images that the shipped branch was fitted on."""
-    fitted = {Path(name).stem for name in json.loads(SHIPPED.with_suffix(".json").read_text())["ids"]}
-    others = tuple(sample for sample in samples if Path(sample.id).stem not in fitted)
-    if not others:
-        raise DataError(f"the shipped branch was fitted on all {len(samples)} images of {folder}.")
-    return Samples(others, samples.classes)

@@ -13,14 +13,19 @@ from sigcam.bench.paper import BenchRow, published_overhead, published_value, ro
 from sigcam.bench.plan import Plan
 from sigcam.bench.registry import TABLES
 from sigcam.core.files import write_text_atomic
-from sigcam.evaluation.registry import METRICS
+from sigcam.evaluation.registry import METRICS, metric_of
 from sigcam.methods.explanation import data_uri
 from sigcam.reports.html import Figure, Number, ReportTable, Section, Shot, render_page
 
 OVERHEAD_REPEATS = 21
 VERDICTS = {True: "better", False: "worse", None: ""}
 CSV_KEYS = ("dataset", "backbone", "classifier", "method", "row", "branch", "clamp", "zoom", "images")
-CSV_DIFFERENCES = {"delta": " from softmax signed", "beside": " from softmax clamped"}
+CSV_DIFFERENCES = {
+    "delta": " from softmax signed",
+    "beside": " from softmax clamped",
+    "versus": " from strongest control",
+}
+ENDS = (" strongest control", " published")  # the last columns of a number
 
 
 def write_table(plan: Plan, table: str, rows: Sequence[BenchRow]) -> dict[str, Any]:
@@ -39,13 +44,13 @@ def write_table(plan: Plan, table: str, rows: Sequence[BenchRow]) -> dict[str, A
     out = io.StringIO()
     writer = csv.writer(out)
     suffixes = [f"{kind}{end}" for kind in ("", *CSV_DIFFERENCES.values()) for end in ("", " low", " high")]
-    writer.writerow([*CSV_KEYS, *(f"{c}{suffix}" for c in columns for suffix in (*suffixes, " published"))])
+    writer.writerow([*CSV_KEYS, *(f"{c}{suffix}" for c in columns for suffix in (*suffixes, *ENDS))])
     for row in content["rows"]:
         line = [row[key] for key in CSV_KEYS]
         for c in columns:
             line += [row.get(c), *row["intervals"].get(c, (None, None))]
-            line += [end for key in CSV_DIFFERENCES for end in row[key].get(c, (None, None, None))]
-            line.append(row["published"][c])
+            line += [end for key in CSV_DIFFERENCES for end in difference(row, c, key) or (None, None, None)]
+            line += [row.get("versus", {}).get(c, {}).get("control"), row["published"][c]]
         writer.writerow(line)
     write_text_atomic(plan.output / f"{table}.csv", out.getvalue())
     return content
@@ -62,14 +67,21 @@ def columns_of(table: str, rows: Sequence[BenchRow]) -> list[str]:
     return [column for column in TABLES[table].columns if any(column in row for row in rows)]
 
 
+def difference(row: BenchRow, column: str, versus: str = "delta") -> Sequence[float] | None:
+    """Return the row's difference from the signed softmax maps (versus="beside": from the clamped ones,
+    "versus": from the strongest control) with the ends of its interval."""
+    found: Any = row.get(versus, {}).get(column)
+    values: Sequence[float] | None = found["difference"] if versus == "versus" and found else found
+    return values
+
+
 def verdict(row: BenchRow, column: str, versus: str = "delta") -> bool | None:
-    """Return whether the row is significantly better (True) or worse (False) than the signed softmax maps
-    (versus="beside": than the clamped ones); None if neither."""
-    difference = row[versus].get(column)
-    spec = METRICS.get(column.partition(":")[0])
-    if difference is None or difference[1] <= 0 <= difference[2] or spec is None:
+    """Return whether the row is significantly better (True) or worse (False) than what `difference` compares
+    it with; None if neither."""
+    found, spec = difference(row, column, versus), METRICS.get(metric_of(column.partition(":")[0]))
+    if found is None or found[1] <= 0 <= found[2] or spec is None:
         return None
-    return None if spec.higher_is_better is None else bool((difference[0] > 0) == spec.higher_is_better)
+    return None if spec.higher_is_better is None else bool((found[0] > 0) == spec.higher_is_better)
 
 
 def markdown(content: dict[str, Any]) -> str:
@@ -130,15 +142,18 @@ def _cell(row: BenchRow, column: str) -> Number | None:
     if column not in row:
         return None
     low, high = row["intervals"].get(column, (None, None))
-    delta, beside = row["delta"].get(column), row.get("beside", {}).get(column)
-    difference = None if delta is None else (delta[0], delta[1], delta[2])
+    delta = difference(row, column)
+    from_baseline = None if delta is None else (delta[0], delta[1], delta[2])
     notes = list[str]()
-    if beside is not None:
-        text = "{:+.2f} ({:+.1f} to {:+.1f}) beside clamped softmax".format(*beside)
-        notes.append(f"{text} {VERDICTS[verdict(row, column, 'beside')]}".rstrip())
+    for which, words in (("beside", "beside clamped softmax"), ("versus", "beside {}")):
+        if (found := difference(row, column, which)) is not None:
+            control = row["versus"][column]["control"] if which == "versus" else ""
+            text = "{:+.2f} ({:+.1f} to {:+.1f})".format(*found)
+            note = f"{text} {words.format(control)} {VERDICTS[verdict(row, column, which)]}"
+            notes.append(note.rstrip())
     if (paper := row["published"].get(column)) is not None:
         notes.append(f"paper {paper:.2f}")
-    return Number(row[column], low, high, difference, verdict(row, column), "; ".join(notes))
+    return Number(row[column], low, high, from_baseline, verdict(row, column), "; ".join(notes))
 
 
 def _cell_text(cell: Number | str | None) -> str:
@@ -159,12 +174,18 @@ def _table_foot(table: str, rows: Sequence[BenchRow]) -> str:
     purpose = {True: " for confidence", False: ""}
     counts = (f"{row['dataset']}: {row['images']}{purpose['average_drop' in row]}" for row in rows)
     networks = (f"{row['backbone']}, {row['classifier']}" for row in rows)
+    strongest = ""
+    if any(row.get("versus") for row in rows):
+        strongest = (
+            " Maps of branches with background have the difference from the strongest of the other heads' "
+            "maps in the same column, which is named."
+        )
     images, classifiers = (", ".join(dict.fromkeys(texts)) for texts in (counts, networks))
     return (
         f"Images: {images}. Classifier: {classifiers}. In percent, with 95 % bootstrap intervals, and the "
         "difference from the softmax head's signed maps on the same images and its paired interval, marked "
         "where that excludes zero. Clamped maps of the other heads have the difference from the softmax "
-        f"head's clamped maps too. {TABLES[table].note}"
+        f"head's clamped maps too.{strongest} {TABLES[table].note}"
     )
 
 

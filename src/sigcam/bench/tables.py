@@ -1,23 +1,26 @@
 """The rows of each table in the registry."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sigcam.bench.measure import evaluate_rows, logit_shift, presence_auroc
-from sigcam.bench.networks import network
-from sigcam.bench.paper import FIDELITY, FIRST_BOX, PAPER_METHODS, BenchRow
+from sigcam.bench.measure import evaluate_rows, logit_shift, presence, with_presence
+from sigcam.bench.networks import BranchFit, networks, paper_fit, table_fits
+from sigcam.bench.paper import CURVES, FIDELITY, FIRST_BOX, HEADS, PAPER_METHODS, BenchRow
 from sigcam.bench.plan import VGG, Plan
 from sigcam.bench.registry import DATASETS, FINE_DATASETS, MASKED_DATASETS
-from sigcam.core.config import FitConfig
 from sigcam.core.distributed import world_size
 from sigcam.core.errors import ConfigError, DataError
 from sigcam.core.types import Progress
 from sigcam.methods.registry import METHODS
 from sigcam.network.dual import DualBranch
 
-MAP_VARIANTS: Any = {"branches": ("softmax", "centred", "sigmoid"), "clamps": (False, True)}
+MAP_VARIANTS: Any = {"branches": HEADS, "clamps": (False, True)}
+ALL_VARIANTS: Any = MAP_VARIANTS | {"scales": ("unit", "probability")}
 BOX_METRICS = ("max_box_acc_v2", "gt_known_loc", "top1_loc", "top1_cls")
+ABSOLUTE_METRICS = ("box_acc_at_half", "false_alarm")
+CURVE_METHOD = "cam"  # insertion and deletion cost too much for all
+CURVE_IMAGES, CURVE_STEPS, FULL_CURVE_STEPS = 40, 28, 224  # a curve of 28 steps costs 29 passes
 OTHER_FIDELITY_IMAGES = 100  # test images for the confidence metrics of other classifiers
 
 
@@ -29,15 +32,20 @@ def table1(plan: Plan, progress: Progress) -> list[BenchRow]:
 
 def table2(plan: Plan, progress: Progress) -> list[BenchRow]:
     """Localisation by boxes and by pixels, at the network's own size and enlarged."""
+    return _localization(plan, dict.fromkeys((1.0, plan.zoom)), progress)
+
+
+def _localization(plan: Plan, zooms: Iterable[float], progress: Progress) -> list[BenchRow]:
+    """Localisation on all data sets at these sizes."""
     datasets = plan.available(DATASETS)
     for dataset in datasets:
         _check_annotations(plan, dataset)
-    return [row for dataset in datasets for row in localization_rows(plan, dataset, progress)]
+    return [row for dataset in datasets for row in localization_rows(plan, dataset, progress, zooms)]
 
 
 def nwc(plan: Plan, progress: Progress) -> list[BenchRow]:
-    """The effect of keeping positive weights alone: rows of table 2."""
-    return table2(replace(plan, zoom=1.0), progress)
+    """The effect of keeping positive weights alone: rows of table 2, of the heads that the paper compares."""
+    return [row for row in _localization(plan, (1.0,), progress) if row["branch"] in HEADS]
 
 
 def pos_weight(plan: Plan, progress: Progress) -> list[BenchRow]:
@@ -45,37 +53,51 @@ def pos_weight(plan: Plan, progress: Progress) -> list[BenchRow]:
     dataset = plan.available((*FINE_DATASETS, "ilsvrc"))[0]
     samples, rows = plan.samples(dataset, "test", plan.ablation_images), list[BenchRow]()
     most = len(samples.classes) - 1
-    for weight in dict.fromkeys((1, max(1, most // 2), most)):
-        net = network(plan, dataset, FitConfig(pos_weight=float(weight), seed=plan.seed), progress)
-        settings = MAP_VARIANTS | {"methods": methods_for(net)[:2], "metrics": localization_metrics(dataset)}
-        fit_rows = evaluate_rows(plan, f"pos-weight-{weight:g}", net, dataset, samples, progress, **settings)
-        rows += [row | {"pos_weight": weight} for row in fit_rows if row["branch"] == "sigmoid"]
-    return [row for row in fit_rows if row["branch"] != "sigmoid"] + rows  # the other heads have no weight
+    weights = dict.fromkeys((1, max(1, most // 2), most))
+    fits = {f"{w:g}": paper_fit(plan, dataset, pos_weight=float(w)) for w in weights}
+    (_, net), *others = networks(plan, dataset, fits, progress).items()
+    settings = MAP_VARIANTS | {"methods": methods_for(net)[:2], "metrics": localization_metrics(dataset)}
+    settings |= {"others": dict(others)}
+    by_weight: dict[str, list[BenchRow]] = {weight: [] for weight in fits}
+    for row in evaluate_rows(plan, "pos-weight", net, dataset, samples, progress, **settings):
+        if row["branch"] in ("softmax", "centred"):  # which have no weight
+            rows.append(row)
+        else:
+            name = "1" if row["branch"] == "sigmoid" else row["branch"]
+            by_weight[name].append(row | {"branch": "sigmoid", "pos_weight": int(name), "versus": {}})
+    return [*rows, *(row for each in by_weight.values() for row in each)]
 
 
 def sources(plan: Plan, progress: Progress) -> list[BenchRow]:
-    """Where the gain comes from: clamping, centring, sigmoid training, its penalty, images of no class."""
-    dataset, count = plan.available(FINE_DATASETS)[0], plan.ablation_images
-    samples, rows = plan.samples(dataset, "test", count), list[BenchRow]()
-    pets = plan.samples("pets", "test", count) if plan.has("pets") else None
-    fits = {f"L2 {l2:g}": FitConfig(l2=l2, seed=plan.seed) for l2 in (0.1, 0.01, 0.001, 0.0001)}
-    if dataset != "cars" and plan.has("cars"):  # not pets, which the score is tested on
-        fits["L2 0.1, with negatives"] = FitConfig(l2=0.1, seed=plan.seed)
-    for number, (name, config) in enumerate(fits.items()):
-        negatives = plan.samples("cars", "train", plan.train_images) if "negatives" in name else None
-        net = network(plan, dataset, config, progress, negatives)
-        settings = MAP_VARIANTS | {"methods": methods_for(net)[:1], "metrics": BOX_METRICS[:2]}
-        fit_rows = evaluate_rows(plan, f"sources-{number}", net, dataset, samples, progress, **settings)
-        auroc = {} if pets is None else presence_auroc(plan, net, samples, pets, progress)
-        for row in fit_rows:
-            if interval := auroc.get(row["branch"]):
-                row["auroc_nothing"] = interval.value
-                row["intervals"]["auroc_nothing"] = [interval.low, interval.high]
-            if row["branch"] == "sigmoid":
-                rows.append(row | {"fit": name})
-            elif number == 0:  # the other heads do not depend on the fit
-                rows.append(row)
-    return rows
+    """Where the gain comes from: clamping, centring, sigmoid training, its penalty, images of no class, and
+    background."""
+    datasets = plan.available(FINE_DATASETS)
+    return [
+        row for dataset in datasets for row in _sources_of(plan, dataset, dataset == datasets[0], progress)
+    ]
+
+
+def _sources_of(plan: Plan, dataset: str, sweep: bool, progress: Progress) -> list[BenchRow]:
+    """The rows of a data set; with `sweep`, also of several penalties and of images without a class."""
+    samples = plan.samples(dataset, "test", plan.ablation_images)
+    fits: dict[str, Any] = dict(table_fits(plan, dataset))
+    penalties = dict[str, Any]()
+    if sweep:
+        penalties = {f"L2 {l2:g}": paper_fit(plan, dataset, l2=l2) for l2 in (0.1, 0.01, 0.001, 0.0001)}
+        if dataset != "cars" and plan.has("cars"):  # not pets, which the score is tested on
+            cars = plan.samples("cars", "train", plan.train_images)
+            penalties["L2 0.1, with negatives"] = BranchFit(paper_fit(plan, dataset, l2=0.1), cars)
+    nets = networks(plan, dataset, fits | penalties, progress)
+    net, others = nets["sigmoid"], {name: each for name, each in nets.items() if name != "sigmoid"}
+    settings = ALL_VARIANTS | {"methods": methods_for(net)[:1], "metrics": BOX_METRICS[:2], "others": others}
+    rows = evaluate_rows(plan, f"sources-{dataset}", net, dataset, samples, progress, **settings)
+    if plan.has("pets"):
+        pets = plan.samples("pets", "test", plan.ablation_images)
+        with_presence(rows, presence(plan, nets, samples, pets, progress))
+    return [
+        row | {"branch": "sigmoid", "fit": row["branch"], "versus": {}} if row["branch"] in penalties else row
+        for row in rows
+    ]
 
 
 def lite2(plan: Plan, progress: Progress) -> list[BenchRow]:
@@ -110,27 +132,59 @@ def other_classifier(plan: Plan, datasets: Sequence[str], progress: Progress) ->
 
 
 def fidelity_rows(plan: Plan, dataset: str, progress: Progress) -> list[BenchRow]:
-    """How much confidence masked images keep."""
-    net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
-    settings = MAP_VARIANTS | {"methods": methods_for(net), "metrics": FIDELITY}
+    """How much confidence masked images keep; of CAM, also insertion and deletion on some of the images."""
+    net, others = _table_networks(plan, dataset, progress)
+    settings = ALL_VARIANTS | {"methods": methods_for(net), "metrics": FIDELITY, "others": others}
     settings |= {"scorers": ("softmax", "branch")}
     samples = plan.samples(dataset, "test", plan.fidelity_images)
-    name = f"confidence-{plan.slug}-{dataset}"
-    return evaluate_rows(plan, name, net, dataset, samples, progress, **settings)
+    name = f"{plan.slug}-{dataset}"
+    rows = evaluate_rows(plan, f"confidence-{name}", net, dataset, samples, progress, **settings)
+    if CURVE_METHOD not in methods_for(net):
+        return rows
+    full = plan.fidelity_images is None
+    few = samples if full else plan.samples(dataset, "test", min(CURVE_IMAGES, len(samples)))
+    settings = MAP_VARIANTS | {"methods": (CURVE_METHOD,), "metrics": CURVES, "others": others}
+    settings |= {"curve_steps": FULL_CURVE_STEPS if full else CURVE_STEPS}
+    curves = evaluate_rows(plan, f"curves-{name}", net, dataset, few, progress, **settings)
+    by_variant = {_variant_of(row): row for row in curves}
+    return [_with_curves(row, by_variant.get(_variant_of(row))) for row in rows]
 
 
-def localization_rows(plan: Plan, dataset: str, progress: Progress) -> list[BenchRow]:
+def _variant_of(row: BenchRow) -> tuple[Any, ...]:
+    return row["method"], row["branch"], row["clamp"], row["scale"]
+
+
+def _with_curves(row: BenchRow, curves: BenchRow | None) -> BenchRow:
+    """Return the row with insertion and deletion, which have a number of images of their own."""
+    if curves is None:
+        return row
+    parts = {name: curves[name] for name in CURVES} | {"curve_images": curves["images"]}
+    for key in ("intervals", "delta", "beside", "versus"):
+        parts[key] = row[key] | {name: curves[key][name] for name in CURVES if name in curves[key]}
+    return row | parts
+
+
+def localization_rows(
+    plan: Plan, dataset: str, progress: Progress, zooms: Iterable[float] = (1.0,)
+) -> list[BenchRow]:
     """How well maps locate objects, and the head's logit shift."""
-    net = network(plan, dataset, FitConfig(seed=plan.seed), progress)
+    net, others = _table_networks(plan, dataset, progress)
     rows, shift = list[BenchRow](), logit_shift(net)
     samples = plan.samples(dataset, "test", plan.localization_images)
-    for zoom in dict.fromkeys((1.0, plan.zoom)):
-        settings = MAP_VARIANTS | {"methods": methods_for(net)[: 2 if zoom == 1 else 1], "zoom": zoom}
-        settings |= {"metrics": localization_metrics(dataset)}
+    metrics = (*localization_metrics(dataset), *_absolute_metrics(dataset))
+    for zoom in zooms:
+        settings = ALL_VARIANTS | {"methods": methods_for(net)[: 2 if zoom == 1 else 1], "zoom": zoom}
+        settings |= {"metrics": metrics, "others": others}
         name = f"locating-{plan.slug}-{dataset}-x{zoom:g}"
         zoom_rows = evaluate_rows(plan, name, net, dataset, samples, progress, **settings)
         rows += [row | {"shift": shift} for row in zoom_rows]
     return rows
+
+
+def _table_networks(plan: Plan, dataset: str, progress: Progress) -> tuple[DualBranch, dict[str, DualBranch]]:
+    """Return the network with the paper's branch, and the branches with background evidence."""
+    nets = networks(plan, dataset, table_fits(plan, dataset), progress)
+    return nets.pop("sigmoid"), nets
 
 
 def methods_for(net: DualBranch) -> tuple[str, ...]:
@@ -143,6 +197,11 @@ def localization_metrics(dataset: str) -> tuple[str, ...]:
     if dataset in MASKED_DATASETS:
         return "pxap", "top1_cls"
     return (*BOX_METRICS, *FIRST_BOX) if dataset == "ilsvrc" else BOX_METRICS
+
+
+def _absolute_metrics(dataset: str) -> tuple[str, ...]:
+    """Return the metrics of maps in probabilities; those with masks have no boxes."""
+    return ABSOLUTE_METRICS[1:] if dataset in MASKED_DATASETS else ABSOLUTE_METRICS
 
 
 def _check_annotations(plan: Plan, dataset: str) -> None:

@@ -14,6 +14,7 @@ import tarfile
 import tempfile
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from sigcam.data.sample import Samples
 from sigcam.models.classifier import Classifier, load_classifier
 from sigcam.models.wsol import CamVgg
 from sigcam.network.attachment import attach
+from sigcam.training.background import background_inputs, classes_of
 from sigcam.training.features import Features, extract
 from sigcam.training.linear_probe import train_on_features
 
@@ -74,11 +76,18 @@ def conv_features(classifier: Classifier, samples: Samples, cache: Path, progres
 
 @torch.no_grad()
 def pooled_features(classifier: Classifier, samples: Samples, cache: Path, progress: Progress) -> Features:
-    """Return the input of the last layer, (1024,) for each image, computed from `conv_features`."""
-    cells, pool = conv_features(classifier, samples, cache, progress), _tail(classifier.model)[:4]
-    device = next(pool.parameters()).device
-    rows = [pool(chunk.to(device).float()).cpu() for chunk in cells.views[0].split(64)]
-    return Features((torch.cat(rows),), cells.labels, cells.index, cells.skipped, cells.seconds)
+    """Return the input of the last layer, (1024,) for each image and for its background, computed from
+    `conv_features`."""
+    cells, tail = conv_features(classifier, samples, cache, progress), _tail(classifier.model)
+    net = attach(classifier.model, transform=classifier.transform, class_names=classifier.classes)
+    device, rows, alone = net.device, list[Tensor](), list[Tensor]()
+    for chunk, labels in zip(cells.views[0].split(64), cells.labels.split(64), strict=True):
+        maps: Any = SimpleNamespace(features=tail[:2](chunk.to(device).float()))  # F (n, 1024, 14, 14)
+        rows.append(tail[2:4](maps.features).cpu())
+        shown = classes_of(labels, net.classes).to(device)
+        alone.append(background_inputs(net, maps, shown, FitConfig()).cpu())
+    about = cells.labels, cells.index, cells.skipped, cells.seconds
+    return Features((torch.cat(rows),), *about, backgrounds=(torch.cat(alone),))
 
 
 def _train_tail(tail: nn.Sequential, cells: Features, seed: int, progress: Progress) -> list[float]:

@@ -69,23 +69,6 @@ def show_table(title: str, rows: Sequence[Sequence[object]], header: tuple[str, 
     Console(width=None if on_terminal else 110, highlight=False, emoji=False).print(table)
 
 
-def show_maps(rows: Sequence[dict[str, Any]], fitted: bool) -> None:
-    """Print class and scores of each map, the top classes if there are few images, and blank maps."""
-
-    def scores(row: dict[str, Any]) -> tuple[str, str]:
-        return f"{row['probability']:.3f}", f"{row['evidence']:.3f}" if fitted else "-"
-
-    shown = [(row["image"], row["class_name"], *scores(row)) for row in rows[:20]]
-    show_table("maps", shown, header=("image", "class", "probability", "evidence"))
-    for row in rows if len(rows) <= 3 else ():
-        top = [(each["class_name"], *scores(each)) for each in row["top"]]
-        show_table(f"likely classes of {row['image']}", top, header=("class", "probability", "evidence"))
-    for row in rows:
-        if row["blank"]:
-            share = f"share of positive evidence {row['positive_share']:.0%}"
-            say(f"blank map: {row['image']} ({share})", err=True)
-
-
 @contextmanager
 def progress_bar(quiet: bool = False) -> Iterator[Progress]:
     """Yield a function that shows progress on stderr: bars on a terminal, plain lines elsewhere."""

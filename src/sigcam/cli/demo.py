@@ -23,7 +23,7 @@ class DemoOptions(opt.RunOptions, opt.SeedOptions, opt.JsonOptions):
 def demo_command(options: DemoOptions) -> None:
     """Do the whole job offline: make data, train a classifier, fit a branch, draw and measure maps."""
     from sigcam.network.opening import check_device
-    from sigcam.reports.demo import run_demo
+    from sigcam.reports.demo import map_source, run_demo
 
     with progress_bar() as progress:
         result = run_demo(
@@ -39,7 +39,7 @@ def demo_command(options: DemoOptions) -> None:
         return
     show_table(
         "mean IoU of the thresholded map with the object's mask",
-        [(r["branch"], r["clamp"], f"{r['iou']:.3f}", f"{r['threshold']:.2f}") for r in result.pop("maps")],
+        [(map_source(r), r["clamp"], f"{r['iou']:.3f}", f"{r['threshold']:.2f}") for r in result.pop("maps")],
         header=("map from", "weights", "mean IoU", "threshold"),
     )
     with_and_without = ("above_half_with_bird", "above_half_without")

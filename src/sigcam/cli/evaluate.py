@@ -41,6 +41,11 @@ class EvaluateOptions(
     branch: str = option("File of a fitted branch.", "")
     branches: str | None = option("Some of softmax,sigmoid,centred; default: two of them.", None)
     method: str = option("Methods: cam,grad-cam, ...", "grad-cam")
+    scales: str = option(
+        "Scales of the maps: unit (each from 0 to 1), probability (with background evidence), or both.",
+        "unit",
+    )
+    zoom: float = option("Draw maps from images enlarged by this factor: finer, slower.", 1.0)
     metrics: str | None = option("Metrics: max_box_acc_v2,pxap, ...", None)
     scorer: str = option("Heads that score confidence: softmax,sigmoid,branch or some of them.", "softmax")
     val_split: str | None = option("Also choose thresholds on this split.", None)
@@ -97,9 +102,10 @@ def _evaluate_folder(options: EvaluateOptions, maps: Path, progress: Progress) -
     from sigcam.evaluation.evaluator import evaluate_maps
 
     o = options
-    if o.weights or o.branch or o.branches or o.val_split:
+    if o.weights or o.branch or o.branches or o.val_split or o.zoom != 1 or o.scales != "unit":
         raise ConfigError(
-            "--maps are scored without a network: leave --weights, --branch and --val-split out."
+            "--maps are scored as they are, without a network: leave --weights, --branch, --scales, --zoom "
+            "and --val-split out."
         )
     if (o.format or guess_format(o.data)) == "wsol":
         samples = wsol(o.data, split=o.split, pictures=False)
@@ -152,6 +158,8 @@ def _evaluate_network(options: EvaluateOptions, progress: Progress) -> tuple[Dua
     settings: Any = {
         "methods": methods,
         "branches": branches,
+        "scales": _words(o.scales) or ["unit"],
+        "zoom": o.zoom,
         "batch_size": o.batch_size,
         "workers": o.workers,
         "scorers": _words(o.scorer) or ["softmax"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sigcam.cli import options as opt
-from sigcam.cli.console import progress_bar, say, show_maps, show_skips
+from sigcam.cli.console import progress_bar, say, show_skips, show_table
 from sigcam.cli.options import option
 from sigcam.core.errors import ConfigError
 from sigcam.core.files import write_text_atomic
@@ -135,10 +136,31 @@ def explain_command(options: ExplainOptions) -> None:
     if o.json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    show_maps(rows, fitted=config.branch == "sigmoid")
+    show_maps(rows)
     show_skips(skipped)
     files = "maps, explanation.json and report.html" if o.report else "maps and explanation.json"
     say(f"{len(rows)} overlay(s), {files} are in {o.output}")
+
+
+def show_maps(rows: Sequence[dict[str, Any]]) -> None:
+    """Print class and scores of each map, the top classes if there are few images, and blank maps."""
+    presence = rows[0]["present"] is not None
+    header = ("class", "probability", "evidence", *(["present"] if presence else []))
+
+    def scores(row: dict[str, Any]) -> list[str]:
+        evidence = row["evidence"]
+        shown = [f"{row['probability']:.3f}", "-" if evidence is None else f"{evidence:.3f}"]
+        return [*shown, "yes" if evidence > 0.5 else "no"] if presence else shown
+
+    shown = [(row["image"], row["class_name"], *scores(row)) for row in rows[:20]]
+    show_table("maps", shown, header=("image", *header))
+    for row in rows if len(rows) <= 3 else ():
+        top = [(each["class_name"], *scores(each)) for each in row["top"]]
+        show_table(f"likely classes of {row['image']}", top, header=header)
+    for row in rows:
+        if row["blank"]:
+            share = f"share of positive evidence {row['positive_share']:.0%}"
+            say(f"blank map: {row['image']} ({share})", err=True)
 
 
 def class_index(name: str | None, net: DualBranch) -> int | None:

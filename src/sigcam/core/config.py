@@ -53,7 +53,7 @@ class FitConfig:
     views: Literal[1, 2] = 1
     prior: Literal["zero", "softmax"] = "zero"
     negatives_weight: float = 1.0
-    background: float | Literal["auto"] = 0.0
+    background: float | Literal["auto"] = "auto"
     background_threshold: float = 0.35
     loss: Literal["sigmoid", "background-softmax"] = "sigmoid"
     zooms: tuple[float, ...] = (1.0,)

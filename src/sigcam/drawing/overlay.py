@@ -45,6 +45,7 @@ def gradient(*, signed: bool = False) -> str:
 
 
 RANGE = "of this map's range"
+PROBABILITY = "probability 0.5"  # the middle of maps in probabilities
 
 
 def ends(peak: float | None, unit: str = RANGE) -> tuple[str, str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -39,20 +39,25 @@ class Variant(NamedTuple):
     """One way to draw maps; branch and clamp are None for maps of unknown origin."""
 
     method: str | None = None
-    branch: Branch | None = None
+    branch: str | None = None  # a `Branch`, or the name of a further sigmoid branch
     clamp: bool | None = None
     scale: MapScale = "unit"
 
+    @property
+    def source(self) -> Branch:
+        """The branch of the network that draws the maps; a further branch is that network's own."""
+        return self.branch if self.branch in ("softmax", "centred") else "sigmoid"  # type: ignore[return-value]
+
     def map_config(self, scale: Scale | None = None) -> MapConfig:
         """The settings to draw these maps with, or with another scale."""
-        assert self.method is not None and self.branch is not None
-        return MapConfig(self.method, self.branch, self.clamp, scale=scale or self.scale)
+        assert self.method is not None
+        return MapConfig(self.method, self.source, self.clamp, scale=scale or self.scale)
 
     def simplest_equal(self, net: DualBranch) -> Variant:
         """The simplest variant with the same maps (PROTOCOL 4.2): some methods have no negative weights, and
         on a head of global average pooling and a linear layer some methods are one."""
         assert self.method is not None
-        facts, head = METHODS[self.method], head_of(self.branch or "softmax")
+        facts, head = METHODS[self.method], head_of(self.source)
         twin = facts.linear_twin if head in net.linear else None
         clamp = self.clamp if facts.signed or self.scale != "unit" else True
         return self._replace(method=twin or self.method, clamp=clamp)
@@ -63,13 +68,20 @@ NO_MAPS = Variant()  # of metrics that need no maps
 
 @dataclass(frozen=True)
 class BatchEvaluator:
-    """Draws the maps of a batch and computes whatever the chosen metrics use."""
+    """Draws the maps of a batch and computes whatever the chosen metrics use.
+
+    Args:
+        others: further branches of the network's classifier, by name; they share its pass.
+        curve_steps: steps of insertion and deletion.
+    """
 
     net: DualBranch
     specs: Mapping[str, MetricSpec]
     class_from: ClassFrom
     scorers: tuple[Scorer, ...]
     zoom: float
+    others: Mapping[str, DualBranch] = field(default_factory=dict)
+    curve_steps: int = 224
 
     def uses(self, *parts: str) -> bool:
         """Whether a metric uses one of these parts of the record."""
@@ -100,12 +112,16 @@ class BatchEvaluator:
         zoom_batch(net, images, self.zoom, whole=True)  # refuses what does not fit into memory
         zoomed_net, larger = zoomed(net, images, self.zoom)
         same = zoomed_net is net and larger is images
-        source = zoomed_net, forward if same else zoomed_net.run(larger, grad=True)
+        finer = forward if same else zoomed_net.run(larger, grad=True)
+        shown = located, predicted, absent_classes(located, max(net.classes, 2), record.ids)
         drawn = dict[Variant, BatchRecord]()  # equal maps are drawn once
         for variant in variants:
             simplest = variant.simplest_equal(net)
             if simplest not in drawn:
-                shown = located, predicted, absent_classes(located, max(net.classes, 2), record.ids)
+                source = zoomed_net, finer
+                if other := self.others.get(variant.branch or ""):
+                    other = zoomed(other, images, self.zoom)[0]
+                    source = other, other.reread(finer)
                 drawn[simplest] = self._with_maps(record, simplest, forward, source, *shown)
             yield variant, drawn[simplest]
 
@@ -159,6 +175,9 @@ class BatchEvaluator:
                 masked = net.run(forward.images * masks[:, None].to(forward.images.dtype))
             passes = forward, masked
             scores = {s: [_score(net, f, s, variant, predicted) for f in passes] for s in self.scorers}
+            if "branch" in scores and (other := self.others.get(variant.branch or "")):
+                passes = other.reread(forward), other.reread(masked)
+                scores["branch"] = [_score(other, f, "branch", variant, predicted) for f in passes]
             record = replace(record, scores=scores)
         if self.uses("curves"):
             curves = insertion_deletion_curves(
@@ -166,6 +185,7 @@ class BatchEvaluator:
                 forward.images,
                 masks,
                 predicted[:, 0],
+                steps=self.curve_steps,
             )
             record = replace(record, curves=tuple(curve.cpu() for curve in curves))
         return record
@@ -193,7 +213,7 @@ def _score(
     if scorer == "softmax":
         scores = class_probabilities(net, forward)
     else:
-        branch: Branch = "sigmoid" if scorer == "sigmoid" else variant.branch or "softmax"
+        branch: Branch = "sigmoid" if scorer == "sigmoid" else variant.source
         logits = at_least_float32(branch_logits(forward, branch).detach())
         if scorer == "sigmoid":
             logits = net.calibration.evidence(logits)

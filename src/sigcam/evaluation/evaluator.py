@@ -1,9 +1,9 @@
 """evaluate: measure the maps that a network draws; evaluate_maps: measure maps from files."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from PIL import Image
@@ -37,7 +37,9 @@ def evaluate(
     metrics: Sequence[str] | None = None,
     class_from: ClassFrom = "label",
     scorers: Sequence[Scorer] = ("softmax",),
+    others: Mapping[str, DualBranch] | None = None,
     zoom: float = 1.0,
+    curve_steps: int = 224,
     val: Result | None = None,
     intervals: bool = False,
     transform: Callable[[Image.Image], Tensor] | None = None,
@@ -56,13 +58,16 @@ def evaluate(
     Args:
         methods: names of methods; each is drawn from every branch.
         clamps: whether negative channel weights are clamped, each in turn; None for the branch's default.
-        scales: scales of the maps, each in turn; "probability" for maps of the sigmoid branch by methods in
-            logits, at a zoom that the branch is calibrated for.
+        scales: scales of the maps, each in turn; "probability" for maps of the sigmoid branches by methods in
+            logits, of those that are calibrated at this zoom: at least one must be.
         metrics: names of metrics (`sigcam.list_metrics()`); None for the usual ones.
         class_from: class whose maps locate objects: the label's (the protocol) or the predicted one.
         scorers: what confidence is: "softmax" by the classifier's head for both rows of a comparison,
             "sigmoid" by the fitted branch, "branch" by a softmax over the branch that is explained.
+        others: further fitted branches of the same classifier, by name, drawn from the same passes as the
+            network's own; each is one more branch of the result.
         zoom: factor by which images are enlarged to draw finer maps, as for `explain`.
+        curve_steps: steps of insertion and deletion; RISE has 224.
         val: result of the same evaluation on a validation split; adds accuracies at its best thresholds.
         intervals: add bootstrap intervals over images.
         transform: turns an image into a (3, H, W) tensor, without cropping; `net.transform` by default.
@@ -70,13 +75,15 @@ def evaluate(
         unfinished: file for intermediate results; the same evaluation resumes from it, and removes it.
         progress: called with (stage, done, total).
     """
+    others = dict(others or {})
     transform = _check_arguments(net, transform, scorers, class_from, batch_size)
+    _check_others(net, others)
     specs, left_out = choose_metrics(metrics, samples, network=True, maps_of_labels=class_from == "label")
-    evaluator = BatchEvaluator(net, specs, class_from, tuple(dict.fromkeys(scorers)), zoom)
+    scorers = tuple(dict.fromkeys(scorers))
+    evaluator = BatchEvaluator(net, specs, class_from, scorers, zoom, others, curve_steps)
     samples = _prepare_samples(samples, evaluator, transform)
-    variants = _variants(methods, branches, clamps, scales)
-    if any(variant.scale == "probability" for variant in variants):
-        net.calibration.map_scale(zoom)  # raises before any image is read
+    variants = _variants(methods, branches, others, clamps, scales)
+    variants = _calibrated(variants, net, others, zoom)  # raises before any work
     table = MetricTable(specs, variants, evaluator.scorers, intervals)
     table.check_rows(len(samples))
     path = None if unfinished is None else Path(unfinished)
@@ -89,8 +96,10 @@ def evaluate(
         intervals,
         batch_size,
         skip_unreadable,
+        curve_steps,
     )
-    checkpoint = EvalCheckpoint(path, path and [evaluation_facts(net, samples, transform), options], table)
+    facts = path and [evaluation_facts(net, samples, transform, others), options]
+    checkpoint = EvalCheckpoint(path, facts, table)
 
     local = Samples(tuple(samples[i] for i in _local_indices(len(samples), batch_size)), samples.classes)
     done, skipped = checkpoint.resume()
@@ -185,6 +194,20 @@ def _check_arguments(
     return transform  # type: ignore[no-any-return]
 
 
+def _check_others(net: DualBranch, others: Mapping[str, DualBranch]) -> None:
+    """ConfigError unless the further branches belong to the network's classifier."""
+    for name, other in others.items():
+        if name in get_args(Branch) or not isinstance(other, DualBranch) or not other.fitted:
+            raise ConfigError(f"others must be fitted branches under names of their own, not {name!r}.")
+        same = fingerprint(other.original) == fingerprint(net.original)
+        if (
+            not same
+            or other.split != net.split
+            or (other.model is other.original) != (net.model is net.original)
+        ):
+            raise ConfigError(f"branch {name!r} is not one of this classifier: load it onto the same model.")
+
+
 def _prepare_samples(
     samples: Samples | Sequence[Sample], evaluator: BatchEvaluator, transform: Any
 ) -> Samples:
@@ -205,6 +228,7 @@ def _prepare_samples(
 def _variants(
     methods: Sequence[str],
     branches: Sequence[Branch],
+    others: Iterable[str],
     clamps: Sequence[bool | None] | None,
     scales: Sequence[str],
 ) -> list[Variant]:
@@ -215,15 +239,34 @@ def _variants(
     if any(scale not in ("unit", "probability") for scale in scales):
         raise ConfigError(f"scales are unit and probability, not {list(scales)}.")
     variants = list[Variant]()
-    for method, branch, scale in product(methods, branches, scales):
+    for method, branch, scale in product(methods, (*branches, *others), scales):
+        source = branch if branch in branches else "sigmoid"
         if scale == "unit":
-            configs = [MapConfig(method, branch, clamp).checked() for clamp in clamps or (None,)]
-            variants += [Variant(c.method, c.branch, bool(c.clamp)) for c in configs]
-        elif branch == "sigmoid" and METHODS[method_name(method)].in_logits:
+            configs = [MapConfig(method, source, clamp).checked() for clamp in clamps or (None,)]  # type: ignore[arg-type]
+            variants += [Variant(c.method, branch, bool(c.clamp)) for c in configs]
+        elif source == "sigmoid" and METHODS[method_name(method)].in_logits:
             variants.append(Variant(method_name(method), branch, False, "probability"))
     if not variants:
         raise ConfigError("there is nothing to draw: name at least one method, branch and scale.")
     return list(dict.fromkeys(variants))
+
+
+def _calibrated(
+    variants: Sequence[Variant], net: DualBranch, others: Mapping[str, DualBranch], zoom: float
+) -> list[Variant]:
+    """The variants without maps in probabilities of branches that are not calibrated at this zoom, where
+    others are; ConfigError if none is."""
+    missing, errors = list[Variant](), list[ConfigError]()
+    for variant in variants:
+        if variant.scale == "probability":
+            try:
+                others.get(variant.branch or "", net).calibration.map_scale(zoom)
+            except ConfigError as error:
+                missing.append(variant)
+                errors.append(error)
+    if errors and len(missing) == sum(variant.scale == "probability" for variant in variants):
+        raise errors[0]
+    return [variant for variant in variants if variant not in missing]
 
 
 def _local_indices(count: int, batch_size: int) -> list[int]:

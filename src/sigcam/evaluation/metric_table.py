@@ -127,6 +127,10 @@ class EvalCheckpoint(Checkpoint):
             self._saved_at = time.monotonic()
 
 
-def evaluation_facts(net: DualBranch, samples: Samples, transform: Any) -> list[Any]:
-    """Return everything about a network, the samples and this machine that numbers depend on."""
-    return [network_facts(net, transform), data_fingerprint(samples), files_fingerprint(samples)]
+def evaluation_facts(
+    net: DualBranch, samples: Samples, transform: Any, others: Mapping[str, DualBranch] | None = None
+) -> list[Any]:
+    """Return everything about a network with its branches, the samples and this machine that numbers depend
+    on."""
+    further = {name: network_facts(other, transform) for name, other in (others or {}).items()}
+    return [network_facts(net, transform), data_fingerprint(samples), files_fingerprint(samples), further]

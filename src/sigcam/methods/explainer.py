@@ -17,7 +17,7 @@ from torch import Tensor
 from sigcam.core.errors import ConfigError
 from sigcam.core.memory import check_memory
 from sigcam.core.types import GridSize
-from sigcam.methods.explanation import Explanation
+from sigcam.methods.explanation import Explanation, is_calibrated
 from sigcam.methods.inputs import Classes, ImageSource, Scores, as_batch, choose_classes
 from sigcam.methods.postprocess import fuse_layers, unit_range
 from sigcam.methods.probe import Probe, no_autocast
@@ -190,12 +190,9 @@ def _explain_parts(
         chosen, several = choose_classes(net, native, classes)  # (B, K)
         drawn, done = list[tuple[Tensor, RawMaps]](), 0
         for views in parts:
-            drawn.append(_draw_maps(views, chosen[done:], config, output_size))
+            drawn.append(_draw_maps(views, chosen[done:], config, output_size, map_scale))
             done += len(drawn[-1][0])
         maps, raw = drawn[0] if len(drawn) == 1 else _joined(drawn)  # (B, K, H, W)
-        if config.scale == "probability":
-            sign = torch.where(chosen == 0, -1, 1)[:, :, None, None] if net.classes == 1 else 1
-            maps = (sign * map_scale(sign * maps)).sigmoid()
         if isinstance(classes, str) and classes == "positive":
             maps = torch.where((chosen >= 0)[:, :, None, None], maps, 0.0)
         blank = ~maps.flatten(2).any(2)
@@ -223,6 +220,7 @@ def _explain_parts(
         fitted=net.fitted,
         class_names=net.class_names,
         cells=raw.maps[:, k] if config.absolute else None,
+        calibrated=is_calibrated(net),
     )
 
 
@@ -244,7 +242,7 @@ def _output_size(size: MapSize, classes: Classes, image: GridSize) -> GridSize |
 
 
 def _draw_maps(
-    views: Iterable[View], classes: Tensor, config: MapConfig, size: GridSize | None
+    views: Iterable[View], classes: Tensor, config: MapConfig, size: GridSize | None, map_scale: LogitScale
 ) -> tuple[Tensor, RawMaps]:
     """Return (B, K, H, W) maps of the first B classes, the mean over all views, and the raw maps of the last
     layer: those of the last view or, where they are scores of cells, the mean too."""
@@ -253,7 +251,10 @@ def _draw_maps(
         rows = classes[: len(view.passes[0].softmax)]
         raw = [draw_raw_maps(view.net, each, rows, config) for each in view.passes]
         cells = size or GridSize.of(view.passes[-1].features)
-        maps = _finished([each.maps for each in raw], config, cells)
+        layers = [each.maps for each in raw]
+        if config.scale == "probability":
+            layers = [cell_probabilities(maps, rows, view.net.classes, map_scale) for maps in layers]
+        maps = _finished(layers, config, cells)
         maps, last = (each.flip(-1) if view.mirrored else each for each in (maps, raw[-1].maps))
         scores = scores + last if count and config.absolute else last
         total, count = total + maps if count else maps, count + 1
@@ -262,6 +263,13 @@ def _draw_maps(
         maps = total / count
         maps = unit_range(maps) if config.scale == "unit" else maps
     return maps, replace(raw[-1], maps=scores / count) if config.absolute else raw[-1]
+
+
+def cell_probabilities(logits: Tensor, classes: Tensor, count: int, scale: LogitScale) -> Tensor:
+    """Return the probabilities of cells (B, K, P, Q) of the classes (B, K). They are enlarged afterwards: a
+    cell of strong evidence would otherwise spread over its neighbours."""
+    sign = torch.where(classes == 0, -1, 1)[:, :, None, None] if count == 1 else 1  # of a single logit
+    return (sign * scale(sign * logits)).sigmoid()
 
 
 def _joined(drawn: list[tuple[Tensor, RawMaps]]) -> tuple[Tensor, RawMaps]:

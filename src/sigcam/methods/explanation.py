@@ -17,6 +17,7 @@ from torch import Tensor
 from sigcam.core.errors import ConfigError
 from sigcam.core.files import write_atomic, write_png, write_text_atomic
 from sigcam.drawing.overlay import (
+    PROBABILITY,
     RANGE,
     ends,
     gradient,
@@ -30,6 +31,8 @@ from sigcam.methods.postprocess import unit_range
 from sigcam.methods.registry import METHODS, Scale
 from sigcam.methods.targets import Branch
 from sigcam.metrics.boxes import boxes_at
+from sigcam.network.calibration import BranchCalibration
+from sigcam.network.dual import DualBranch
 
 NOTEBOOK_IMAGES, NOTEBOOK_MAPS = 12, 5  # images shown in a notebook, and maps of each
 
@@ -53,6 +56,7 @@ class Explanation:
         images: The (B, C, H, W) batch.
         cells: With scale "logit" or "probability", the logits of cells (B, P, Q) or (B, K, P, Q), whose mean
             is that of the image; otherwise None.
+        calibrated: Whether the branch is calibrated, so that one half of `evidence` has a meaning.
     """
 
     maps: Tensor
@@ -76,6 +80,7 @@ class Explanation:
     pictures: tuple[Image.Image, ...] = ()
     images: Tensor | None = None
     cells: Tensor | None = None
+    calibrated: bool = False
 
     def __repr__(self) -> str:
         shape = " x ".join(map(str, self.maps.shape))
@@ -98,6 +103,11 @@ class Explanation:
     def present(self) -> Tensor:
         """(B,) or (B, K) whether the evidence of the class is above one half."""
         return self.evidence > 0.5
+
+    @property
+    def tells_presence(self) -> bool:
+        """Whether captions and rows say `present`: the branch is fitted and calibrated."""
+        return self.fitted and self.calibrated
 
     def boxes(
         self, threshold: float | None = None, mode: Literal["largest", "all"] = "largest"
@@ -139,7 +149,7 @@ class Explanation:
 
     @property
     def _unit(self) -> str:
-        return "probability" if self.scale == "probability" else RANGE
+        return PROBABILITY if self.scale == "probability" else RANGE
 
     def _unit_maps(self) -> Tensor:
         maps = self.first_maps()
@@ -183,7 +193,8 @@ class Explanation:
         columns = (self.classes, self.probability, self.evidence, self.blank)
         index, probability, evidence, blank = (column[i].reshape(-1)[k].item() for column in columns)
         lines = [self.name(int(index)), f"probability {probability:.3f}"]
-        lines += [f"evidence {evidence:.3f}"] if self.fitted else []
+        presence = f", {presence_words(evidence)}" if self.tells_presence else ""
+        lines += [f"evidence {evidence:.3f}{presence}"] if self.fitted else []
         return lines + (["blank map"] if blank else [])
 
     def save(
@@ -231,6 +242,7 @@ class Explanation:
                     "class_name": names if self.maps.ndim == 4 else names[0],
                     "probability": self.probability[i].tolist(),
                     "evidence": self.evidence[i].tolist() if self.fitted else None,
+                    "present": self.present[i].tolist() if self.tells_presence else None,
                     "logit": self.logits[i].tolist(),
                     "positive_share": self.positive_share[i].tolist(),
                     "blank": self.blank[i].tolist(),
@@ -291,6 +303,16 @@ class Explanation:
         rest = f"<div style='margin:0 4px'>and {more} more class{'es' * (more > 1)}</div>" if more > 0 else ""
         style = f"display:{'block' if several else 'inline-block;vertical-align:top'};margin:0 8px 12px 0"
         return f"<div style='{style}'>{''.join(figures)}{legend_html(peak, self._unit)}{rest}</div>"
+
+
+def is_calibrated(net: DualBranch) -> bool:
+    """Whether the network has a fitted and calibrated branch, which tells if a class is present."""
+    return net.fitted and net.calibration != BranchCalibration()
+
+
+def presence_words(evidence: float) -> str:
+    """Return "present" if the evidence of a calibrated branch is above one half, else "not present"."""
+    return "present" if evidence > 0.5 else "not present"
 
 
 def data_uri(image: Image.Image, quality: int = 85) -> str:

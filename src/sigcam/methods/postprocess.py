@@ -29,7 +29,7 @@ def finish_maps(maps: Tensor, method: str, size: GridSize, scale: Scale) -> Tens
     """Return (B, K, P, Q) maps as score maps (B, K, H, W), finished as the method asks (PROTOCOL 4.3)."""
     min_max = METHODS[method].finish == "min-max"
     if scale != "unit":
-        return resize(maps, size, "bicubic" if min_max else "bilinear")
+        return resize(maps, size, "bicubic" if min_max and scale != "probability" else "bilinear")
     if min_max:  # path A
         varied = maps.amax((-2, -1), keepdim=True) > maps.amin((-2, -1), keepdim=True)
         maps = torch.where(varied, maps, 0.0)  # rounding in the resize would be stretched

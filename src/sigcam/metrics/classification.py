@@ -16,11 +16,12 @@ BINS = 15
 @dataclass(frozen=True)
 class Calibration:
     """A reliability diagram (mean score, share of positives and count of each bin) and the expected
-    calibration error: the mean distance of score and share, weighted by counts."""
+    calibration error: the mean distance of score and share, weighted by counts. Where cases have weights,
+    they enter all means, and `count` is each bin's share of the total weight."""
 
     score: tuple[float, ...]
     share: tuple[float, ...]
-    count: tuple[int, ...]
+    count: tuple[float, ...]
     error: float
 
 
@@ -44,6 +45,25 @@ class Quality:
     def mean_auroc(self) -> float:
         """Mean over the classes that are not NaN."""
         return float(torch.tensor(self.auroc).nanmean())
+
+
+@dataclass(frozen=True)
+class EvidenceQuality:
+    """How well calibrated evidence answers its question on held-out images: half of the cases show the class,
+    a quarter are images of another class (half of them the best other one), a quarter the best class of
+    backgrounds.
+
+    Args:
+        images: held-out images that have a background; the others are left out.
+        reliability: of the evidence, weighted as the question says.
+        label_above_half: percent of these images' labels whose evidence is above one half.
+        background_above_half: percent of their backgrounds on which any class's evidence is.
+    """
+
+    images: int
+    reliability: Calibration
+    label_above_half: float
+    background_above_half: float
 
 
 def quality_of(logits: Tensor, targets: Tensor, pos_weight: Tensor) -> Quality:
@@ -95,12 +115,18 @@ def _ranked(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return hits, ranks.expand_as(hits), last
 
 
-def calibration(scores: Tensor, targets: Tensor) -> Calibration:
-    """Calibration of probabilities (B, C), over all classes and images."""
+def calibration(scores: Tensor, targets: Tensor, weights: Tensor | None = None) -> Calibration:
+    """Calibration of probabilities (B, C), over all classes and images; `weights` (B, C) tell how much each
+    counts, by default the same."""
     flat, truth = scores.double().flatten(), targets.double().flatten()
     bins = (flat * BINS).long().clamp(max=BINS - 1)
-    count = bins.bincount(minlength=BINS)
+    if weights is None:
+        count = bins.bincount(minlength=BINS)
+    else:
+        weight = weights.double().flatten() / weights.double().sum()
+        count = bins.bincount(weight, BINS)
+        flat, truth = weight * flat, weight * truth
     sums = [torch.zeros(BINS, dtype=torch.float64).index_add(0, bins, x) for x in (flat, truth)]
-    score, share = (total / count.clamp(min=1) for total in sums)
-    error = ((score - share).abs() * count).sum() / max(len(flat), 1)
+    score, share = (total / count.where(count > 0, 1) for total in sums)
+    error = ((score - share).abs() * count).sum() / (max(len(flat), 1) if weights is None else 1)
     return Calibration(tuple(score.tolist()), tuple(share.tolist()), tuple(count.tolist()), float(error))

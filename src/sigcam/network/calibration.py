@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ class BranchCalibration:
     """The scales of a fitted branch.
 
     Args:
-        evidence: for the score of an image: does it show the class, rather than another one or background?
+        evidence: for the score of an image: does it show the class? (`evidence_cases`)
         maps: for the score of a cell, by enlargement of the image: is it part of the class, rather than
             background?
     """
@@ -72,14 +72,52 @@ class BranchCalibration:
             raise ValueError(str(error)) from error
 
 
-def fit_scale(logits: Tensor, targets: Tensor, weights: Tensor) -> LogitScale | None:
+Cases = tuple[Tensor, Tensor, Tensor]  # scores, targets and weights (n,)
+
+
+def evidence_cases(images: Tensor, shown: Tensor, alone: Tensor) -> Cases:
+    """Return the cases of the question that evidence answers. Half of them are images, asked about a class
+    that they show. The others ask about classes that are not there: a quarter about the best class of a
+    background, an eighth about the best other class of an image, an eighth about any other class of an image.
+
+    Args:
+        images, shown: scores (n, C) of images, and which classes they show.
+        alone: scores (m, C) of backgrounds.
+    """
+    best_other = images.masked_fill(shown, -torch.inf).amax(1)
+    best_other = best_other[best_other.isfinite()]  # none if the image shows all classes
+    return weighted_cases([(1, images[shown])], [(2, alone.amax(1)), (1, best_other), (1, images[~shown])])
+
+
+def weighted_cases(
+    positives: Sequence[tuple[float, Tensor]], negatives: Sequence[tuple[float, Tensor]]
+) -> Cases:
+    """Return groups of scores, each with the weight of the whole group, as cases: positives and negatives
+    have equal total weights."""
+    scores, targets, weights = [torch.empty(0)], [torch.empty(0)], [torch.empty(0)]
+    for target, groups in ((1.0, positives), (0.0, negatives)):
+        groups = [(share, group) for share, group in groups if len(group)]
+        total = sum(share for share, _ in groups)
+        for share, group in groups:
+            scores.append(group)
+            targets.append(torch.full_like(group, target))
+            weights.append(torch.full_like(group, share / (total * len(group))))
+    return torch.cat(scores), torch.cat(targets), torch.cat(weights)
+
+
+def fit_scale(logits: Tensor, targets: Tensor, weights: Tensor, smoothing: float = 0.0) -> LogitScale | None:
     """Return the scale and shift of a weighted logistic regression of targets (n,) on logits (n,); None if
-    the logits do not separate them. Targets are smoothed as by Platt (1999): the scale stays finite."""
+    the logits do not separate them.
+
+    Targets are smoothed as by Platt (1999), so that the scale stays finite; given `smoothing`, they are at
+    least so far from 0 and 1.
+    """
     z, t, w = (each.double().flatten().cpu() for each in (logits, targets, weights))
     positives, negatives = float(t.sum()), float((1 - t).sum())
     if not positives or not negatives:
         return None
     t = torch.where(t > 0, (positives + 1) / (positives + 2), 1 / (negatives + 2))
+    t = t.clamp(smoothing, 1 - smoothing)
     w = w / w.sum()
     spread = z.std().clamp(min=1e-12)
     design = torch.stack([(z - z.mean()) / spread, torch.ones_like(z)], 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -276,6 +276,11 @@ class DualBranch(nn.Module):
         tolerance = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 2e-2
         agrees = (predicted - logits.double()).abs().max() <= tolerance * scale
         return bool(agrees and weight[0].any())  # an all-zero head would agree with anything
+
+    def reread(self, forward_pass: ForwardPass) -> ForwardPass:
+        """Return a pass of another branch beside the same model with the logits of this branch instead."""
+        with torch.set_grad_enabled(forward_pass.pooled.requires_grad):
+            return replace(forward_pass, sigmoid=self.sigmoid.from_pooled(forward_pass.pooled))
 
     def with_model(self, model: nn.Module) -> DualBranch:
         """Return the same branch beside another model with the same module names, such as a finer copy."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,17 @@ from sigcam.data.loader import load_batches
 from sigcam.data.readers.shapes import scenes, shapes
 from sigcam.data.sample import Sample, Samples, data_fingerprint
 from sigcam.methods.explainer import explain, explain_pass
-from sigcam.methods.explanation import data_uri
+from sigcam.methods.explanation import data_uri, is_calibrated
 from sigcam.methods.postprocess import disagreement
-from sigcam.methods.registry import MapConfig
+from sigcam.methods.registry import MapConfig, Scale
 from sigcam.methods.targets import Branch
 from sigcam.metrics.boxes import foreground
 from sigcam.models.classifier import Classifier, load_classifier, save_classifier
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.attachment import attach
-from sigcam.network.dual import DualBranch
+from sigcam.network.dual import DualBranch, ForwardPass
 from sigcam.reports.explain_report import JPEG_QUALITY
-from sigcam.reports.figures import BOTH_HEADS, distortions_figure, maps_figure
+from sigcam.reports.figures import BOTH_HEADS, absence_figure, distortions_figure, maps_figure
 from sigcam.reports.html import (
     Card,
     Figure,
@@ -40,18 +41,52 @@ from sigcam.reports.html import (
     render_page,
 )
 from sigcam.training.branch import fit
+from sigcam.training.features import extract
 from sigcam.training.linear_probe import train_probe
 
 SHOWN = 24  # test images in the report
 EMPTY = 200  # images without a bird, and as many with one
 IOU_THRESHOLDS = torch.arange(1, 20) / 20  # 0.05 to 0.95
-VARIANTS: tuple[tuple[Branch, bool], ...] = (
-    ("softmax", False),
-    ("softmax", True),
-    ("centred", False),
-    ("sigmoid", False),
-    ("sigmoid", True),
-)
+HALF = 9  # the place of one half among them
+FITS = ("paper", "background")  # the branches whose maps are measured: the paper's fit, and the default
+FIT_NAMES = {
+    "paper": "the paper's fit",
+    "background": "with background",
+    "negatives": "with background and empty scenes",
+}
+
+
+@dataclass(frozen=True)
+class MapRow:
+    """One row of the table of maps: the head, how its branch was fitted, and how the map is drawn."""
+
+    branch: Branch
+    clamp: bool
+    fit: str | None = None  # of the sigmoid branch, one of FITS
+    scale: Scale = "unit"
+
+    @property
+    def weights(self) -> str:
+        """What the map keeps of the channel weights."""
+        if self.scale == "probability":
+            return "probability, cut at one half"
+        return "positive only" if self.clamp else "signed"
+
+
+HEAD_ROWS = MapRow("softmax", False), MapRow("softmax", True), MapRow("centred", False)
+SIGMOID = tuple(MapRow("sigmoid", clamp, name) for name in FITS for clamp in (False, True))
+ABSOLUTE = MapRow("sigmoid", False, "background", "probability")  # where the branch is calibrated
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Results over some images: mean IoUs (variants, thresholds), the prediction (images,) and the scores
+    (images,) of the best class by name, and maps per second."""
+
+    ious: Tensor
+    predicted: Tensor
+    scores: dict[str, Tensor]
+    speed: float
 
 
 def run_demo(
@@ -76,42 +111,46 @@ def run_demo(
     before = _predictions(classifier, test)
     weights = fingerprint(classifier.model)
 
-    net = attach(classifier.model, seed=seed, transform=classifier.transform, class_names=train.classes)
-    fitted = fit(net, train, FitConfig(seed=seed), progress=_staged("branch", progress))
+    nets = {
+        name: attach(classifier.model, seed=seed, transform=classifier.transform, class_names=train.classes)
+        for name in FIT_NAMES
+    }
+    net, config, staged = nets["background"], FitConfig(seed=seed), _staged("branch", progress)
+    features = extract(net, train, config, backgrounds=True, progress=staged)  # one pass serves both fits
+    fit(nets["paper"], replace(features, backgrounds=()), replace(config, background=0), progress=staged)
+    fitted = fit(net, features, config, progress=staged)
+    others = scenes(min(EMPTY, images), seed=seed + 1)  # other scenes than those of the test
+    fit(nets["negatives"], features, config, negatives=extract(net, others, config, labelled=False))
     net.save(output / "branch.safetensors")
-    after = _predictions(classifier, test)
     labels = torch.tensor([sample.label for sample in test])
 
-    chosen, _, _ = _measure(net, validation, _staged("threshold", progress))
-    _, ious, speed = _measure(net, test, _staged("maps", progress))
-    with_bird, without = _top_scores(net, test[:EMPTY]), _top_scores(net, scenes(EMPTY, seed=seed))
+    variants = [*HEAD_ROWS, *SIGMOID, *([ABSOLUTE] if is_calibrated(net) else [])]
+    chosen = _measure(nets, validation, variants, _staged("threshold", progress)).ious.argmax(1)
+    chosen[[i for i, each in enumerate(variants) if each.scale == "probability"]] = HALF
+    found = _measure(nets, test, variants, _staged("maps", progress))
+    with_bird, without = found.scores, _top_scores(nets, scenes(min(EMPTY, test_images), seed=seed))
     table: dict[str, Any] = {
         "maps": [
             {
-                "branch": branch,
-                "clamp": "positive only" if clamp else "signed",
-                "iou": float(ious[i, chosen[i]]),
+                "branch": each.branch,
+                "fit": each.fit,
+                "clamp": each.weights,
+                "iou": float(found.ious[i, chosen[i]]),
                 "threshold": float(IOU_THRESHOLDS[chosen[i]]),
             }
-            for i, (branch, clamp) in enumerate(VARIANTS)
+            for i, each in enumerate(variants)
         ],
-        "nothing_there": [
-            {
-                "score": score,
-                "above_half_with_bird": float((with_bird[i] > 0.5).double().mean()),
-                "above_half_without": float((without[i] > 0.5).double().mean()),
-                "auroc": float((with_bird[i][:, None] > without[i][None]).double().mean()),
-            }
-            for i, score in enumerate(("softmax probability", "sigmoid evidence"))
-        ],
+        "nothing_there": [_presence(score, with_bird[score][:EMPTY], without[score]) for score in with_bird],
         "accuracy_before": float((before == labels).double().mean()),
-        "accuracy_after": float((after == labels).double().mean()),
-        "predictions_changed": int((before != after).sum()),
+        "accuracy_after": float((found.predicted == labels).double().mean()),
+        "predictions_changed": int((before != found.predicted).sum()),
         "weights_unchanged": weights == fingerprint(classifier.model),
-        "maps_per_second": round(speed, 1),
-        "fit_seconds": round(sum(fitted.seconds.values()), 1),
+        "background": fitted.background,
+        "maps_per_second": round(found.speed, 1),
+        "fit_seconds": round(sum({**fitted.seconds, **features.seconds}.values()), 1),
     }
-    figures = {name: output / f"{name}.png" for name in ("distortions", "maps")}
+    figures = {name: output / f"{name}.png" for name in ("absent", "distortions", "maps")}
+    write_png(figures["absent"], absence_figure(net, test[:64], scenes(min(64, test_images), seed=seed)))
     write_png(figures["maps"], maps_figure(net, test[:64]))
     write_png(figures["distortions"], distortions_figure(net, test[:64]))
     if can_report():
@@ -133,44 +172,76 @@ def _predictions(classifier: Classifier, samples: Samples) -> Tensor:
         return torch.cat([model(batch.images.to(device)).argmax(1).cpu() for batch in batches])
 
 
-def _top_scores(net: DualBranch, samples: Samples) -> tuple[Tensor, Tensor]:
-    """Return the highest softmax probability and the highest sigmoid evidence of each image."""
-    assert net.transform is not None
-    probability, evidence = list[Tensor](), list[Tensor]()
-    with torch.no_grad():
-        for batch in load_batches(samples, net.transform, batch_size=8):
-            out = net(batch.images.to(net.device))
-            probability.append(out.softmax.softmax(1).amax(1).cpu())
-            evidence.append(net.evidence(out.sigmoid).amax(1).cpu())
-    return torch.cat(probability), torch.cat(evidence)
+def _presence(score: str, with_bird: Tensor, without: Tensor) -> dict[str, Any]:
+    """Return how well a score of the best class (images,) tells images with a bird from those without."""
+    return {
+        "score": score,
+        "above_half_with_bird": float((with_bird > 0.5).double().mean()),
+        "above_half_without": float((without > 0.5).double().mean()),
+        "auroc": float((with_bird[:, None] > without[None]).double().mean()),
+    }
 
 
-def _measure(net: DualBranch, samples: Samples, progress: Progress) -> tuple[Tensor, Tensor, float]:
-    """Return each variant's best threshold index, mean IoUs (variants, thresholds) and maps per second."""
+def _best_scores(nets: Mapping[str, DualBranch], forward: ForwardPass) -> dict[str, Tensor]:
+    """Return the highest softmax probability and the highest evidence of each branch, (B,) each."""
+    scores = {"softmax probability": forward.softmax.softmax(1).amax(1).cpu()}
+    for name, net in nets.items():
+        logits = net.reread(forward).sigmoid.detach()
+        scores[f"sigmoid evidence, {FIT_NAMES[name]}"] = net.evidence(logits).amax(1).cpu()
+    return scores
+
+
+@torch.no_grad()
+def _top_scores(nets: Mapping[str, DualBranch], samples: Samples) -> dict[str, Tensor]:
+    """Return the scores of the best class (images,), by name."""
+    net = nets["background"]
     assert net.transform is not None
-    total, seconds, count = torch.zeros(len(VARIANTS), len(IOU_THRESHOLDS), dtype=torch.float64), 0.0, 0
+    batches = load_batches(samples, net.transform, batch_size=8)
+    return _joined([_best_scores(nets, net.run(batch.images.to(net.device))) for batch in batches])
+
+
+def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _measure(
+    nets: Mapping[str, DualBranch], samples: Samples, variants: Sequence[MapRow], progress: Progress
+) -> Measured:
+    """Draw every variant's maps of the images, with one pass of the backbone, and compare them with masks."""
+    net = nets["background"]
+    assert net.transform is not None
+    total, seconds, count = torch.zeros(len(variants), len(IOU_THRESHOLDS), dtype=torch.float64), 0.0, 0
+    predicted, scores = list[Tensor](), list[dict[str, Tensor]]()
     for batch in load_batches(samples, net.transform, batch_size=8):
         masks = torch.stack([_mask(samples, i) for i in batch.indices])
         begin = time.perf_counter()
         forward = net.run(batch.images.to(net.device), grad=True)  # one pass serves all variants
         explain_pass(net, forward, MapConfig())
         seconds += time.perf_counter() - begin
-        for row, (branch, clamp) in enumerate(VARIANTS):
-            maps = explain_pass(net, forward, MapConfig(branch=branch, clamp=clamp)).maps.cpu()
+        for row, each in enumerate(variants):
+            drawn = nets[each.fit or "background"]
+            config = MapConfig(branch=each.branch, clamp=each.clamp, scale=each.scale)
+            maps = explain_pass(drawn, drawn.reread(forward), config).maps.cpu()
             for i, threshold in enumerate(IOU_THRESHOLDS.tolist()):
-                above = foreground(maps, threshold)
+                above = maps > threshold if each.scale == "probability" else foreground(maps, threshold)
                 inside = (above & masks).flatten(1).sum(1)
                 total[row, i] += (inside / (above | masks).flatten(1).sum(1)).sum().double()
+        predicted.append(forward.softmax.argmax(1).cpu())
+        scores.append(_best_scores(nets, forward))
         count += len(batch.indices)
         progress("measured", count, len(samples))
-    ious = total / count
-    return ious.argmax(1), ious, count / seconds
+    return Measured(total / count, torch.cat(predicted), _joined(scores), count / seconds)
 
 
 def _mask(samples: Samples, index: int) -> Tensor:
     open_mask = samples[index].open_mask
     assert open_mask is not None
     return torch.from_numpy(open_mask()) == 1
+
+
+def map_source(row: Mapping[str, Any]) -> str:
+    """Return what a row of the table of maps is drawn from."""
+    return f"{row['branch']}, {FIT_NAMES[row['fit']]}" if row["fit"] else str(row["branch"])
 
 
 def demo_page(
@@ -180,10 +251,11 @@ def demo_page(
     localization = ReportTable(
         ("map from", "weights", "mean IoU", "threshold"),
         [
-            (row["branch"], [row["clamp"], Number(row["iou"], digits=3), Number(row["threshold"])])
+            (map_source(row), [row["clamp"], Number(row["iou"], digits=3), Number(row["threshold"])])
             for row in table["maps"]
         ],
-        foot="Of the thresholded map with the object's mask, at the threshold that was best on other images.",
+        foot="Of the thresholded map with the object's mask, at the threshold that was best on other images; "
+        "for maps in probabilities no threshold is chosen.",
     )
     scores = list[tuple[str, list[Number]]]()
     for row in table["nothing_there"]:
@@ -192,9 +264,12 @@ def demo_page(
     presence = ReportTable(
         ("score of the best class", "above 0.5 with a bird, %", "above 0.5 without, %", "AUROC"),
         scores,
-        foot="AUROC: the chance that a picture with a bird scores higher than a scene without one.",
+        foot="AUROC: the chance that a picture with a bird scores higher than a scene without one. The empty "
+        "scenes that the last branch was also fitted on are others than these.",
     )
     captions = {
+        "absent": "The first correctly predicted picture of some classes, and the same scene without its "
+        "bird. The softmax head's map is stretched to its own range; probabilities have one scale for all.",
         "distortions": "The softmax head shifted in two ways that change no probability; the sigmoid "
         "branch has no such freedom.",
         "maps": "Input, the object's mask, and the same method on both heads.",
@@ -216,11 +291,13 @@ def demo_page(
             ),
         ],
         lead="Synthetic birds: a linear head is trained on the frozen embedded network, a sigmoid branch is "
-        "fitted beside it, and both are asked where the bird is, and whether there is one.",
+        "fitted beside it, once as in the paper and once with the backgrounds of the training images as "
+        "examples of no bird; all are asked where the bird is, and whether there is one.",
         facts=[
             ("accuracy before and after", f"{table['accuracy_before']:.1%}, {table['accuracy_after']:.1%}"),
             ("predictions changed", str(table["predictions_changed"])),
             ("weights unchanged", "yes" if table["weights_unchanged"] else "no"),
+            ("weight of backgrounds", f"{table['background']:g}"),
             ("seconds to fit the branch", str(table["fit_seconds"])),
             ("maps per second", str(table["maps_per_second"])),
         ],

@@ -8,19 +8,18 @@ from torch import Tensor
 
 from sigcam.core.manifest import provenance
 from sigcam.drawing.charts import Line, line_chart
-from sigcam.drawing.overlay import TRUTH_COLOUR, overlay, with_boxes
+from sigcam.drawing.overlay import PROBABILITY, RANGE, TRUTH_COLOUR, overlay, with_boxes
 from sigcam.evaluation.examples import Example, Examples, compared
 from sigcam.evaluation.registry import METRICS, metric_of
 from sigcam.evaluation.result import FIXED, Curves, MetricKey, Result, Row, number_label, variant_words
-from sigcam.methods.explanation import data_uri
+from sigcam.methods.explanation import data_uri, is_calibrated, presence_words
 from sigcam.metrics.base import IOUS
 from sigcam.metrics.boxes import THRESHOLDS
 from sigcam.metrics.classification import calibration
-from sigcam.reports.explain_report import JPEG_QUALITY, input_image
+from sigcam.reports.explain_report import JPEG_QUALITY, MapGallery, input_image
 from sigcam.reports.html import (
     Card,
     Charts,
-    Gallery,
     NoteList,
     Number,
     ReportTable,
@@ -36,8 +35,14 @@ TABLE_TITLES = {
     "oracle": "Boxes, at the threshold that is best for these very images",
     "transferred": "Boxes, at the threshold that was best on the validation split",
     "fixed": f"Boxes, at threshold {FIXED}",
+    "half": "Maps cut at the value 0.5, so that no threshold is chosen",
     "place": "Other measures of place",
     "class": "Does the class depend on it?",
+}
+AT_HALF = {  # titles of the numbers of maps that are cut at one half
+    "box_acc_at_half": "box accuracy",
+    "false_alarm": "false alarms: maps of an absent class",
+    "false_alarm_area": "area of false alarms, % of the image",
 }
 
 
@@ -80,15 +85,15 @@ def _tables(result: Result, curves: Curves) -> Section:
         if row["method"] is not None:
             spec = METRICS.get(metric_of(row["metric"]))
             kind = "place" if spec is not None and spec.uses == "maps" else "class"
-            by_table.setdefault(row["threshold_from"] or kind, []).append(row)
+            kind = "half" if row["metric"] in AT_HALF else row["threshold_from"] or kind
+            by_table.setdefault(kind, []).append(row)
     tables = list[ReportTable]()
     for kind, title in TABLE_TITLES.items():
         if rows := by_table.get(kind):
-            heads = list(dict.fromkeys(number_label(row, threshold=False) for row in rows))
+            heads = list(dict.fromkeys(_title(row) for row in rows))
             lines = dict[str, dict[str, Number]]()
             for row in rows:
-                head = number_label(row, threshold=False)
-                lines.setdefault(variant_words(row), {})[head] = _number(row, result, curves)
+                lines.setdefault(variant_words(row), {})[_title(row)] = _number(row, result, curves)
             body = [(name, [numbers.get(head) for head in heads]) for name, numbers in lines.items()]
             tables.append(ReportTable(("maps", *heads), body, title))
     foot = "No intervals were asked for."
@@ -99,6 +104,11 @@ def _tables(result: Result, curves: Curves) -> Section:
             foot += "paired interval, marked where that excludes zero"
         foot += "."
     return Section("Numbers", tables, empty="No number that needs a map was asked for.", foot=foot)
+
+
+def _title(row: Row) -> str:
+    """The heading of a number."""
+    return AT_HALF.get(row["metric"]) or number_label(row, threshold=False)
 
 
 def _number(row: Row, result: Result, curves: Curves) -> Number:
@@ -198,7 +208,7 @@ def _example_sections(examples: Examples) -> list[Section]:
     half = min(MAX_CARDS, len(examples.images) // 2)
     if examples.boxed:
         ranked = sorted(examples.images, key=lambda e: -e.ious[-1])
-        order = f"By the IoU of the box of {name} at threshold {FIXED}, green, with the true one, red."
+        order = f"By the IoU of the box of {name} at {FIXED} of its peak, green, with the true one, red."
     else:
         ranked = sorted(examples.images, key=lambda e: e.drops[-1])
         order = (
@@ -208,7 +218,7 @@ def _example_sections(examples: Examples) -> list[Section]:
     intro = f"{_which_images(examples)} {order}"
     sections = list[Section]()
     for title, some in (("Best images", ranked[:half]), ("Worst images", ranked[::-1][:half])):
-        parts = [Gallery([_card(examples, each) for each in some])] if some else []
+        parts = [_gallery(examples, some)] if some else []
         sections.append(Section(title, parts, intro, "Too few images."))
     title, pair = "Where the branches disagree", compared(examples.variants)
     if pair is None:
@@ -217,8 +227,15 @@ def _example_sections(examples: Examples) -> list[Section]:
     both = " and ".join(variant_words(examples.variants[i]._asdict()) for i in pair)
     order = f"By 1 minus the overlap of the maps of {both}: 0 is equal, 1 nothing in common."
     intro = f"{_which_images(examples)} {order}"
-    gallery = Gallery([_card(examples, each) for each in disagreeing])
-    return [*sections, Section(title, [gallery], intro)]
+    return [*sections, Section(title, [_gallery(examples, disagreeing)], intro)]
+
+
+def _gallery(examples: Examples, some: Sequence[Example]) -> MapGallery:
+    """The cards of some images; unit maps and probabilities may be side by side."""
+    scales = {variant.scale for variant in examples.variants}
+    unit = {frozenset(["unit"]): RANGE, frozenset(["probability"]): PROBABILITY}
+    cards = [_card(examples, each) for each in some]
+    return MapGallery(cards, unit=unit.get(frozenset(scales), "range or probability"))
 
 
 def _card(examples: Examples, example: Example) -> Card:
@@ -238,6 +255,8 @@ def _card(examples: Examples, example: Example) -> Card:
         facts.append(("label", examples.class_name(sample.label)))
     facts += [("predicted", examples.class_name(example.predicted))]
     facts += [("probability", f"{example.probability:.3f}")]
-    facts += [] if example.evidence is None else [("evidence", f"{example.evidence:.3f}")]
+    if example.evidence is not None:
+        presence = f", {presence_words(example.evidence)}" if is_calibrated(examples.net) else ""
+        facts.append(("evidence", f"{example.evidence:.3f}{presence}"))
     facts += [] if example.disagreement is None else [("disagreement", f"{example.disagreement:.3f}")]
     return Card(sample.id, shots, facts=facts)

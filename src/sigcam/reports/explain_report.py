@@ -1,6 +1,7 @@
 """The report of `sigcam explain`."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import Tensor
 from sigcam.core.manifest import provenance
 from sigcam.core.types import Progress
 from sigcam.data.sample import Samples
-from sigcam.drawing.overlay import largest, overlay, with_boxes
-from sigcam.methods.explanation import Explanation, data_uri
+from sigcam.drawing.overlay import PROBABILITY, RANGE, ends, largest, overlay, with_boxes
+from sigcam.methods.explanation import Explanation, data_uri, presence_words
 from sigcam.methods.postprocess import disagreement
 from sigcam.network.dual import DualBranch
 from sigcam.reports.html import Card, Gallery, Section, Shot, render_page
@@ -23,6 +24,24 @@ Redraw = Callable[[list[Image.Image], list[int]], Explanation]  # images and the
 MAX_IMAGES = 500  # on a page
 JPEG_QUALITY = 80  # 500 images of 224 x 224, each with two maps, stay below 25 MB
 BATCH_SIZE = 16
+SCALE_TEXTS = {
+    "unit": "unit: each map from 0 to 1",
+    "raw": "raw, in logits",
+    "logit": "logit: the mean of a map is the class's logit, bias included",
+    "probability": "probability per cell, the same scale for all images",
+}
+
+
+@dataclass(frozen=True)
+class MapGallery(Gallery):
+    """A gallery of maps, with the unit of those that are not signed."""
+
+    unit: str = RANGE
+
+    @property
+    def ends(self) -> tuple[str, str, str]:
+        """Text below the colour bar: left, middle, right."""
+        return super().ends if self.signed else ends(None, self.unit)
 
 
 def explain_page(
@@ -70,7 +89,14 @@ def explain_page(
             " Beside each map is the softmax head's of the same class; their disagreement is 1 minus "
             "their overlap, from 0 (equal) to 1 (nothing in common)."
         )
-    gallery = Gallery(cards, grouped_by="predicted class", signed=first["scale"] in ("raw", "logit"))
+    absolute, signed = first["scale"] == "probability", first["scale"] in ("raw", "logit")
+    if absolute:
+        intro += " Only the sigmoid branch has maps in probabilities, so the softmax head's are not shown."
+    if first["present"] is not None:
+        intro += " A class counts as present if its evidence is above 0.5."
+    unit = PROBABILITY if absolute else RANGE
+    gallery = MapGallery(cards, grouped_by="predicted class", signed=signed, unit=unit)
+    cut = f"{first['threshold']:g}"
     foot = f"{len(cards)} of {len(rows)} images are shown, evenly chosen." if len(cards) < len(rows) else ""
     return render_page(
         "Evidence maps",
@@ -79,8 +105,8 @@ def explain_page(
             ("images", str(len(rows))),
             ("maps", f"{first['method']} of the {head}, {weights}"),
             ("score explained", first["target"]),
-            ("scale", "raw, in logits" if first["scale"] == "raw" else "unit: each map from 0 to 1"),
-            ("box", f"above {first['threshold']:g} of the map's peak"),
+            ("scale", SCALE_TEXTS[first["scale"]]),
+            ("box", f"above probability {cut}" if absolute else f"above {cut} of the map's peak"),
             ("blank maps", str(sum(bool(row["blank"]) for row in rows))),
         ],
         warnings=[f"{len(skipped)} picture(s) could not be read, the first {skipped[0][0]}."]
@@ -99,9 +125,11 @@ def _card(
     shots = [_shot(drawn, values, row["branch"], f"{name} on {row['image']}", raw)]
     facts = [("label", label)] if label else []
     facts.append(("map of", name))
-    if row["class"] != top[0]["class"]:  # otherwise its scores head the list of likely classes
-        facts.append(("its probability", f"{row['probability']:.3f}"))
-        facts += [("its evidence", f"{row['evidence']:.3f}")] if row["evidence"] is not None else []
+    presence = "" if row["present"] is None else f", {presence_words(row['evidence'])}"
+    listed = row["class"] == top[0]["class"]  # then its scores head the list of likely classes
+    facts += [] if listed else [("its probability", f"{row['probability']:.3f}")]
+    if presence or not listed:
+        facts += [("its evidence", f"{row['evidence']:.3f}{presence}")] if row["evidence"] is not None else []
     apart = None
     if other_map is not None:
         shots.append(_shot(overlay(image, other_map, signed=raw), other_map, "softmax", name, raw))

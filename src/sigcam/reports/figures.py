@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from sigcam.data.sample import Samples
 from sigcam.drawing.overlay import colours, grid, overlay, with_outline
 from sigcam.methods.explainer import explain, explain_pass
-from sigcam.methods.registry import MapConfig
+from sigcam.methods.explanation import is_calibrated, presence_words
+from sigcam.methods.registry import MapConfig, Scale
 from sigcam.methods.targets import Branch
 from sigcam.network.dual import DualBranch
 
@@ -35,6 +36,40 @@ def maps_figure(net: DualBranch, samples: Samples, rows: int = 6) -> Any:
             break
     columns = "input", "ground truth", "Grad-CAM, softmax head", "Grad-CAM, sigmoid branch"
     return grid(images, columns=columns, captions=captions)
+
+
+def absence_figure(net: DualBranch, samples: Samples, empty: Samples, rows: int = 4) -> Any:
+    """Images with their object and the same scenes without it (`empty`, in the same order), side by side: the
+    softmax head's map, stretched to its range, and that of the branch in probabilities, on one scale.
+
+    Where the branch is not calibrated, its map is stretched too. One row per class, predicted correctly.
+    """
+    scale: Scale = "probability" if is_calibrated(net) and 1.0 in net.calibration.maps else "unit"
+    images, captions, shown = [], [], set[int]()
+    for sample, scene in zip(samples, empty, strict=False):
+        picture, label = sample.open(), sample.label
+        if label is None or label in shown:
+            continue
+        if int(explain(net, [picture], branch="softmax").classes[0]) != label:
+            continue
+        shown.add(label)
+        row, texts = [], []
+        for image in (picture, scene.open()):
+            softmax = explain(net, [image], branch="softmax")
+            sigmoid = explain(net, [image], scale=scale)
+            best, evidence = softmax.name(int(softmax.classes[0])), float(sigmoid.evidence[0])
+            row += [image, colours(softmax.maps[0]), colours(sigmoid.maps[0])]
+            words = f"\n{presence_words(evidence)}" if sigmoid.tells_presence else ""
+            texts += [best, f"probability {softmax.probability[0]:.3f}", f"evidence {evidence:.3f}{words}"]
+        images.append(row)
+        captions.append(texts)
+        if len(images) == rows:
+            break
+    maps = (
+        "softmax head,\nits own range",
+        "absolute evidence,\n0 to 1" if scale == "probability" else "sigmoid",
+    )
+    return grid(images, columns=("with a bird", *maps, "without it", *maps), captions=captions)
 
 
 def distortions_figure(net: DualBranch, samples: Samples) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sigcam.core.files import write_atomic
+from sigcam.metrics.classification import Calibration
 from sigcam.training.branch import FitResult
 
 BLUE, RED = "#1f6fb4", "#d1495b"
@@ -34,10 +35,14 @@ def fit_summary(result: FitResult) -> dict[str, Any]:
     if result.calibration:
         tried = dict(result.background_search)
         if result.background in tried:
-            facts["held-out mean average precision without background"] = tried[0.0]
+            facts["the same without background at this l2"] = tried[0.0]
         facts["images with too little background"] = result.without_background
         scale = result.calibration.evidence
         facts["evidence"] = f"sigmoid({scale.scale:.3g} logit {scale.shift:+.3g})"
+        if evidence := result.evidence_quality:
+            facts["calibration error of evidence"] = evidence.reliability.error
+            facts["label's evidence above one half, % of images"] = evidence.label_above_half
+            facts["best evidence above one half, % of backgrounds"] = evidence.background_above_half
         facts["maps calibrated at zoom"] = ", ".join(f"{zoom:g}" for zoom in result.calibration.maps)
     shares = result.positive_share
     facts |= {
@@ -69,6 +74,10 @@ def fit_details(result: FitResult, names: tuple[str, ...]) -> dict[str, Any]:
             "calibration": asdict(result.quality.calibration),
             "shifted": asdict(result.quality.shifted),
         }
+    evidence = facts.pop("evidence_quality")
+    if evidence:
+        evidence["reliability"]["weight"] = evidence["reliability"].pop("count")  # cases have weights
+        facts["evidence_quality"] = evidence
     return facts
 
 
@@ -77,46 +86,103 @@ def _finite(value: float) -> float | None:
 
 
 def plot_fit(result: FitResult, path: Path) -> bool:
-    """Plot loss, penalty search, classes and reliability to a file; return False without matplotlib."""
+    """Plot loss, penalty search, classes and reliability to a file, and the search for the weight of
+    backgrounds and the reliability of evidence if there were any; return False without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    panels = [_plot_loss, _plot_penalty, _plot_classes, _plot_reliability]
+    if result.background_search:
+        panels.insert(2, _plot_background)
+    if result.evidence_quality:
+        panels.append(_plot_evidence)
+    columns = -(-len(panels) // 2)
+    figure = Figure(figsize=(5.5 * columns, 7.5), layout="constrained")
     FigureCanvasAgg(figure)
-    loss, search, classes, reliable = figure.subplots(2, 2).flat
-    loss.plot(range(len(result.losses)), result.losses, marker="o", color=BLUE)
-    epochs = "epoch, or step: first without the held-out images, then with all"
-    loss.set(title="loss", xlabel=epochs, ylabel="mean over classes")
-    if result.search:
-        strengths, scores = zip(*result.search, strict=True)
-        search.semilogx(strengths, [100 * score for score in scores], marker="o", color=BLUE)
-        search.axvline(result.l2, color=RED, linestyle="--", label=f"chosen: {result.l2:g}")
-        search.legend(frameon=False)
-    _placeholder(search, not result.search, "the penalty was given, or there was no image to choose by")
-    search.set(title="penalty", xlabel="l2", ylabel="held-out mean average precision, %")
-    quality = result.quality
-    if quality:
-        precisions = sorted((100 * ap for ap in quality.average_precision if ap == ap), reverse=True)
-        classes.plot(range(1, len(precisions) + 1), precisions, color=BLUE)
-        classes.set_ylim(0, 103)
-        reliable.plot([0, 1], [0, 1], color="0.6", linewidth=1)
-        shifted = "less log(positive weight)", RED, quality.shifted
-        for name, colour, bins in (("as fitted", BLUE, quality.calibration), shifted):
-            filled = [i for i, count in enumerate(bins.count) if count]
-            points = [bins.score[i] for i in filled], [bins.share[i] for i in filled]
-            label = f"{name}: error {bins.error:.3f}"
-            reliable.plot(*points, marker="o", markersize=4, color=colour, label=label)
-        reliable.legend(frameon=False, loc="lower right")
-    _placeholder(classes, quality is None, "no image was held out")
-    _placeholder(reliable, quality is None, "no image was held out")
-    classes.set(title="classes, best first", xlabel="class", ylabel="held-out average precision, %")
-    reliable.set(title="reliability", xlabel="score", ylabel="share of images that show the class")
+    places = list(figure.subplots(2, columns).flat)
+    for panel, axes in zip(panels, places, strict=False):
+        panel(axes, result)
+    for axes in places[len(panels) :]:
+        axes.set_axis_off()
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=110)
     write_atomic(path, content.getvalue())
     return True
+
+
+def _plot_loss(axes: Any, result: FitResult) -> None:
+    axes.plot(range(len(result.losses)), result.losses, marker="o", color=BLUE)
+    epochs = "epoch, or step: first without the held-out images, then with all"
+    axes.set(title="loss", xlabel=epochs, ylabel="mean over classes")
+
+
+def _plot_penalty(axes: Any, result: FitResult) -> None:
+    if result.search:
+        strengths, scores = zip(*result.search, strict=True)
+        factor = 100 if result.search_by == "average precision" else 1
+        axes.semilogx(strengths, [factor * score for score in scores], marker="o", color=BLUE)
+        axes.axvline(result.l2, color=RED, linestyle="--", label=f"chosen: {result.l2:g}")
+        axes.legend(frameon=False)
+    _placeholder(axes, not result.search, "the penalty was given, or there was no image to choose by")
+    scores_are = {"average precision": "mean average precision, %", "evidence loss": "log loss of evidence"}
+    axes.set(title="penalty", xlabel="l2", ylabel=f"held-out {scores_are[result.search_by]}")
+
+
+def _plot_background(axes: Any, result: FitResult) -> None:
+    weights, scores = zip(*sorted(result.background_search), strict=True)
+    axes.plot(weights, [100 * score for score in scores], marker="o", color=BLUE)
+    axes.axvline(result.background, color=RED, linestyle="--", label=f"chosen: {result.background:g}")
+    axes.set_xticks(weights)
+    axes.legend(frameon=False)
+    axes.ticklabel_format(axis="y", useOffset=False)
+    axes.set(title="background", xlabel="weight", ylabel="held-out mean average precision, %")
+
+
+def _plot_classes(axes: Any, result: FitResult) -> None:
+    if quality := result.quality:
+        precisions = sorted((100 * ap for ap in quality.average_precision if ap == ap), reverse=True)
+        axes.plot(range(1, len(precisions) + 1), precisions, color=BLUE)
+        axes.set_ylim(0, 103)
+    _placeholder(axes, result.quality is None, "no image was held out")
+    axes.set(title="classes, best first", xlabel="class", ylabel="held-out average precision, %")
+
+
+def _plot_reliability(axes: Any, result: FitResult) -> None:
+    if quality := result.quality:
+        axes.plot([0, 1], [0, 1], color="0.6", linewidth=1)
+        _plot_bins(axes, quality.calibration, "as fitted", BLUE)
+        _plot_bins(axes, quality.shifted, "less log(positive weight)", RED)
+        axes.legend(frameon=False, loc="lower right")
+    _placeholder(axes, result.quality is None, "no image was held out")
+    axes.set(title="reliability", xlabel="score", ylabel="share of images that show the class")
+
+
+def _plot_evidence(axes: Any, result: FitResult) -> None:
+    quality = result.evidence_quality
+    assert quality
+    bins = quality.reliability
+    filled = [i for i, weight in enumerate(bins.count) if weight]
+    points = [bins.score[i] for i in filled], [bins.share[i] for i in filled]
+    axes.plot([0, 1], [0, 1], color="0.6", linewidth=1)
+    axes.plot(*points, color=BLUE, alpha=0.4, linewidth=1)
+    axes.scatter(*points, [10 + 300 * bins.count[i] for i in filled], color=BLUE, zorder=2)
+    shares = (
+        f"calibration error {bins.error:.3f}\nevidence above one half:\n"
+        f"{quality.label_above_half:.1f} % of labels\n{quality.background_above_half:.1f} % of backgrounds"
+    )
+    axes.text(0.04, 0.96, shares, va="top", transform=axes.transAxes)
+    axes.set(title="reliability of evidence (larger dots: more cases)")
+    question = "evidence\n(half of the cases show the class, a quarter another, a quarter none)"
+    axes.set(xlabel=question, ylabel="share of cases that show the class")
+
+
+def _plot_bins(axes: Any, bins: Calibration, name: str, colour: str) -> None:
+    filled = [i for i, count in enumerate(bins.count) if count]
+    points = [bins.score[i] for i in filled], [bins.share[i] for i in filled]
+    label = f"{name}: error {bins.error:.3f}"
+    axes.plot(*points, marker="o", markersize=4, color=colour, label=label)
 
 
 def _placeholder(axes: Any, empty: bool, sentence: str) -> None:

@@ -16,16 +16,17 @@ from sigcam.core.errors import ConfigError, DataError
 from sigcam.core.types import Progress, Skipped
 from sigcam.data.images import images_from_paths
 from sigcam.data.sample import Samples
-from sigcam.metrics.classification import Quality
+from sigcam.metrics.classification import EvidenceQuality, Quality
 from sigcam.models.preprocess import Transform
 from sigcam.network.calibration import BranchCalibration
 from sigcam.network.dual import DualBranch
 from sigcam.training.background import why_no_background
-from sigcam.training.calibration import calibrate
+from sigcam.training.calibration import calibrate, check_zooms
 from sigcam.training.feature_reader import HeadInputs
 from sigcam.training.features import Features, TrainingData, all_labels, extract, length_of, match_labels
+from sigcam.training.linear_head import solve_head
 from sigcam.training.loss import check_labels, pos_weights, positives_of
-from sigcam.training.recipes import TrainedHead, solve_head, train_cached, train_fresh
+from sigcam.training.recipes import TrainedHead, train_cached, train_fresh
 from sigcam.training.selection import MIN_HELD_OUT
 from sigcam.training.settings import check_fit_config
 from sigcam.training.training_set import choose_held_out, make_training_set
@@ -43,11 +44,13 @@ class FitResult:
         label_counts: images of each class; for one logit, images without and with the class.
         pos_weight: weight of a positive label; one per class where they differ.
         l2: strength of the penalty.
-        search: (l2, held-out mean average precision) of each strength tried.
+        search: (l2, held-out score) of each strength tried.
+        search_by: what that score is: "average precision" or, with backgrounds, "evidence loss".
         background: weight of the images' backgrounds; 0 if none were used.
         background_search: (weight, held-out mean average precision) of each weight tried.
         without_background: images that have too little background to learn from.
         calibration: scales and shifts that make probabilities of logits; None without backgrounds.
+        evidence_quality: reliability of calibrated evidence; None if it was not calibrated.
         positive_share: share of positive weights of each class in the last layer.
         skipped: (id, reason) of images that could not be read.
         seconds: duration of each stage.
@@ -60,10 +63,12 @@ class FitResult:
     pos_weight: float | tuple[float, ...]
     l2: float
     search: tuple[tuple[float, float], ...]
+    search_by: str
     background: float
     background_search: tuple[tuple[float, float], ...]
     without_background: int
     calibration: BranchCalibration | None
+    evidence_quality: EvidenceQuality | None
     quality: Quality | None
     positive_share: tuple[float, ...]
     skipped: tuple[tuple[str, str], ...]
@@ -125,7 +130,10 @@ def _fit_cached(
     progress: Progress | None,
 ) -> tuple[TrainedHead, Tensor, Tensor]:
     """Train on features that are computed once; return the head, all labels and the weights of positives."""
-    features, others = read(data, config, backgrounds=_wants_backgrounds(net, data, config)), None
+    backgrounds = _wants_backgrounds(net, data, config)
+    if backgrounds:
+        check_zooms(net, config)
+    features, others = read(data, config, backgrounds=backgrounds), None
     if negatives is not None:
         images = images_from_paths([negatives]) if isinstance(negatives, str | Path) else negatives
         others = read(images, config, labelled=False)
@@ -141,15 +149,14 @@ def _fit_cached(
     else:
         trained = train_cached(net, rows, pos_weight, config, progress)
     seconds = {**features.seconds, **(others.seconds if others else {}), **trained.seconds}
-    calibration, few = None, 0
     if features.backgrounds:
         began = time.perf_counter()
-        calibration = calibrate(net, data, features, held_out, trained, config, read)
+        calibration, evidence = calibrate(net, data, features, held_out, trained, config, read)
         seconds["calibration"] = time.perf_counter() - began
         few = sum(all_gather(int((~features.backgrounds[0].flatten(1).isfinite().all(1)).sum())))
+        trained = replace(trained, calibration=calibration, evidence_quality=evidence, without_background=few)
     skipped = features.skipped + (others.skipped if others else ())
-    trained = replace(trained, calibration=calibration, without_background=few, skipped=skipped)
-    return replace(trained, seconds=seconds), labels, pos_weight
+    return replace(trained, skipped=skipped, seconds=seconds), labels, pos_weight
 
 
 def _wants_backgrounds(net: DualBranch, data: TrainingData | Features, config: FitConfig) -> bool:
@@ -229,10 +236,12 @@ def _install(
         pos_weight=weight,
         l2=trained.l2,
         search=trained.search,
+        search_by=trained.search_by,
         background=trained.background,
         background_search=trained.background_search,
         without_background=trained.without_background,
         calibration=trained.calibration,
+        evidence_quality=trained.evidence_quality,
         quality=trained.quality,
         positive_share=tuple((last_layer > 0).float().mean(1).tolist()),
         skipped=skipped,

@@ -23,15 +23,17 @@ def solve_contrast(
     classes: int,
     *,
     l2: float,
+    prior: Tensor | None = None,
     intercept: bool = True,
     start: Solution | None = None,
     tolerance: float = 0.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Solution:
-    """Minimise the weighted mean cross-entropy over the classes and background plus l2 |V|^2 / C, where rows
-    without a class (label -1) are background; return each class's row less the background's.
+    """Minimise the weighted mean cross-entropy over the classes and background plus l2 |V - prior|^2 / C,
+    where rows without a class (label -1) are background; return each class's row less the background's.
 
     Args:
+        prior: (C, N) weights that the classes' rows shrink towards; zero by default, as for background.
         axes: of the features; their mean is taken off.
         start: where to start, such as the solution for a stronger penalty.
         tolerance, progress: as for `solve`; the tolerance is not used, a solution is always exact.
@@ -47,10 +49,14 @@ def solve_contrast(
     v = torch.zeros(
         classes + 1, x.shape[1] + 1, dtype=torch.float64, device=x.device
     )  # the last column: bias
-    if start is not None:  # the rows of a minimum sum to zero
+    centre = torch.zeros_like(v[:, :-1])
+    if prior is not None:
+        centre[:classes] = prior.to(centre)
+    v[:, :-1] = centre
+    if start is not None:  # the rows of a minimum sum to those of the prior
         v[:classes, :-1] = start.weight
         v[:classes, -1] = start.bias + start.weight @ axes.mean
-        v[:, :-1] -= v[:, :-1].mean(0)
+        v[:, :-1] += centre.mean(0) - v[:, :-1].mean(0)
     v.requires_grad_()
     optimizer = torch.optim.LBFGS(
         [v],
@@ -70,8 +76,9 @@ def solve_contrast(
         assert v.grad is not None
         parts = all_reduce_sum(torch.cat([loss.detach()[None], v.grad.flatten()]))
         v.grad.copy_(parts[1:].view_as(v))
-        v.grad[:, :-1] += 2 * l2 / classes * v.detach()[:, :-1]
-        total = parts[0] + l2 / classes * (v.detach()[:, :-1] ** 2).sum()
+        offset = v.detach()[:, :-1] - centre
+        v.grad[:, :-1] += 2 * l2 / classes * offset
+        total = parts[0] + l2 / classes * (offset**2).sum()
         losses.append(float(total))
         return total
 

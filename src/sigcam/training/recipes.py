@@ -1,11 +1,10 @@
-"""Three ways to train a head: solve for it, or take gradient steps over cached or over fresh features."""
+"""Train a head by gradient steps over cached or over fresh features."""
 
 import copy
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,29 +14,24 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sigcam.core.checkpoint import Checkpoint
 from sigcam.core.config import FitConfig
-from sigcam.core.distributed import all_gather, single_process, world_size
+from sigcam.core.distributed import single_process, world_size
 from sigcam.core.errors import ConfigError, DataError
 from sigcam.core.files import hash_of
 from sigcam.core.types import Progress, Skipped
 from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint
-from sigcam.metrics.classification import Quality, average_precision, both_ways, quality_of
+from sigcam.metrics.classification import EvidenceQuality, Quality, average_precision, both_ways, quality_of
 from sigcam.models.preprocess import Transform
 from sigcam.network.calibration import BranchCalibration
-from sigcam.network.dual import DualBranch, linear_weight
+from sigcam.network.dual import DualBranch
 from sigcam.network.identity import network_facts
 from sigcam.network.trace import chunks
 from sigcam.training.augmentation import augmented
-from sigcam.training.contrast import solve_contrast
 from sigcam.training.features import TrainingData, batches_of, check_batch, length_of, preprocessing
-from sigcam.training.logistic import Solution, find_axes, solve
 from sigcam.training.loss import as_targets, balanced_bce
-from sigcam.training.selection import choose_background, choose_l2
+from sigcam.training.selection import choose_background
 from sigcam.training.training_set import TrainingSet
 
-L2_CANDIDATES = (1.0, 0.1, 0.01, 0.001)  # the strongest first
-L2_WITHOUT_SEARCH = 0.1  # if no image can be held out
-SEARCH_GRADIENT = 1e-3  # gradient norm at which solving stops during the search
 PAPER_EPOCHS, CACHED_EPOCHS, PATIENCE_EPOCHS = 10, 30, 5
 DEFAULT_LR = 1e-3
 Logits = Callable[[Tensor], Tensor]
@@ -59,103 +53,15 @@ class TrainedHead:
     logits: Logits | None = None
     unseen_logits: Logits | None = None
     calibration: BranchCalibration | None = None
+    evidence_quality: EvidenceQuality | None = None
     without_background: int = 0
     search: tuple[tuple[float, float], ...] = ()
+    search_by: str = "average precision"
     background_search: tuple[tuple[float, float], ...] = ()
     quality: Quality | None = None
     gradient: float | None = None
     skipped: tuple[Skipped, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
-
-
-def solve_head(
-    net: DualBranch,
-    layer: nn.Module,
-    data: TrainingSet,
-    pos_weight: Tensor,
-    config: FitConfig,
-    progress: Progress | None,
-) -> TrainedHead:
-    """Return the head whose linear `layer` minimises the loss and penalty (Eq. 12)."""
-    began, device = time.perf_counter(), data.features.device
-    intercept = getattr(layer, "bias", None) is not None
-    background = 0.0 if config.background == "auto" else float(config.background)
-    everything, data = data, data.with_background(background)
-    axes = find_axes(data, intercept=intercept)
-    solver: Callable[..., Solution] = partial(
-        solve,
-        axes=axes,
-        classes=net.classes,
-        pos_weight=pos_weight.to(device),
-        prior=_softmax_prior(net).to(device) if config.prior == "softmax" else None,
-        intercept=intercept,
-    )
-    if config.loss == "background-softmax":
-        solver = partial(solve_contrast, axes=axes, classes=net.classes, intercept=intercept)
-    candidates = L2_CANDIDATES if config.l2 == "auto" else (float(config.l2),)
-    l2 = L2_WITHOUT_SEARCH if config.l2 == "auto" else float(config.l2)
-    solutions, scores, quality = dict[float, Solution](), list[tuple[float, Tensor]](), None
-    search, unseen = list[tuple[float, float]](), None
-    background_search = list[tuple[float, float]]()
-    if sum(all_gather(int(data.scored.sum()))):
-        train, solution = data.select(~data.held_out), None
-        for number, strength in enumerate(candidates):
-            tolerance = SEARCH_GRADIENT / (2 * strength)
-            solution = solver(train, l2=strength, start=solution, tolerance=tolerance)
-            solutions[strength] = solution
-            held_out = data.held_out_logits(solution.logits, net.classes)
-            scores.append((strength, average_precision(*both_ways(*held_out))))
-            search.append((strength, float(scores[-1][1].nanmean())))
-            l2, error = choose_l2(scores)
-            means = [mean for _, mean in search]
-            stop = len(means) > 2 and max(means[-2:]) < max(means) - error  # worse than the best, twice
-            if progress:
-                progress("penalty", len(candidates) if stop else number + 1, len(candidates))
-            if stop:
-                break
-        unseen, tolerance = solutions[l2], SEARCH_GRADIENT / (2 * l2)
-
-        def solve_with(weight: float) -> tuple[Solution, Tensor]:
-            rows = everything.with_background(weight)
-            solution = solver(rows.select(~rows.held_out), l2=l2, start=unseen, tolerance=tolerance)
-            held_out = data.held_out_logits(solution.logits, net.classes)
-            return solution, average_precision(*both_ways(*held_out))
-
-        if config.background == "auto" and everything.can_choose_background():
-            background, found, background_search = choose_background(dict(scores)[l2], solve_with, progress)
-            unseen, data = found or unseen, everything.with_background(background)
-        quality = quality_of(*data.held_out_logits(unseen.logits, net.classes), pos_weight)
-    searched = time.perf_counter()
-    step = partial(progress, "training") if progress else None
-    final = solver(data, l2=l2, start=unseen, progress=step)
-    name = next(name for name, module in net.sigmoid.named_modules() if module is layer)
-    state = net.sigmoid.state_dict()
-    state[f"{name}.weight"] = final.weight.reshape(state[f"{name}.weight"].shape)
-    if intercept:
-        state[f"{name}.bias"] = final.bias
-    return TrainedHead(
-        state=state,
-        losses=(*(unseen.losses if unseen else ()), *final.losses),
-        l2=l2,
-        background=background,
-        logits=final.logits,
-        unseen_logits=unseen.logits if unseen else None,
-        search=tuple(search) if config.l2 == "auto" else (),
-        background_search=tuple(background_search),
-        quality=quality,
-        gradient=final.gradient,
-        seconds={"penalty": searched - began, "training": time.perf_counter() - searched},
-    )
-
-
-@torch.no_grad()
-def _softmax_prior(net: DualBranch) -> Tensor:
-    """Return the softmax head's weights (C, N) less their mean over classes, which probabilities ignore."""
-    parameters = linear_weight(net.last_layer("softmax"))
-    if parameters is None or net.classes == 1:
-        raise ConfigError("prior='softmax' needs a softmax head that is one linear layer: use prior='zero'.")
-    weight = parameters[0].double()
-    return weight - weight.mean(0)
 
 
 class HeadTrainer:
@@ -252,7 +158,8 @@ def _train_rows(
     net: DualBranch, data: TrainingSet, pos_weight: Tensor, config: FitConfig, progress: Progress | None
 ) -> tuple[HeadTrainer, list[float]]:
     """Train a head on rows that are not held out; return it as after its best epoch, and the losses."""
-    epochs, l2 = config.epochs or CACHED_EPOCHS, 0.0 if config.l2 == "auto" else float(config.l2)
+    epochs = config.epochs or CACHED_EPOCHS
+    l2 = 0.0 if config.l2 == "auto" else data.image_share() * float(config.l2)
     training, has_held_out = (~data.held_out).nonzero()[:, 0], bool(data.scored.any())
     trainer, losses = HeadTrainer(net, pos_weight, config, l2), list[float]()
     best_loss, best_state, since_best = math.inf, copy.deepcopy(trainer.head.state_dict()), 0

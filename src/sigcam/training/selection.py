@@ -1,11 +1,13 @@
 """Choose the penalty and the weight of backgrounds by scores of held-out images."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from sigcam.core.types import Progress
+from sigcam.network.calibration import evidence_cases, fit_scale
 
 BACKGROUND_CANDIDATES = (3.0, 1.0)  # the strongest first
 MIN_HELD_OUT = 50  # images; a choice by fewer would be left to chance
@@ -42,7 +44,33 @@ def choose_l2(scores: Sequence[tuple[float, Tensor]]) -> tuple[float, float]:
     """Return the strongest penalty whose mean score is within one standard error of the best, and that error.
     Scores are (C,) for each l2, NaN for classes without one."""
     means = {l2: 0.0 if score.isnan().all() else float(score.nanmean()) for l2, score in scores}
-    best = max(means, key=lambda l2: (means[l2], l2))
-    known = next(score[~score.isnan()] for l2, score in scores if l2 == best)
+    best = max(means, key=lambda l2: means[l2])
+    known = dict(scores)[best]
+    known = known[~known.isnan()]
     error = float(known.std() / len(known) ** 0.5) if len(known) > 1 else 0.0
     return max(l2 for l2, mean in means.items() if mean >= means[best] - error), error
+
+
+def evidence_loss(images: Tensor, targets: Tensor, alone: Tensor) -> tuple[float, float]:
+    """Return the mean log loss of evidence for its question (`evidence_cases`), with one scale and one shift
+    fitted to these cases, and its standard error; infinite if the scores do not separate them.
+
+    Args:
+        images, targets: logits and targets (n, C) of held-out images.
+        alone: logits (m, C) of their backgrounds.
+    """
+    scores, answers, weights = evidence_cases(images, targets.bool(), alone)
+    scale = fit_scale(scores, answers, weights)
+    if scale is None:
+        return torch.inf, 0.0
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(scale(scores), answers, reduction="none")
+    shown = losses[answers > 0]  # one half of the question, and by far the fewest cases
+    error = float(shown.std() / len(shown) ** 0.5 / 2) if len(shown) > 1 else 0.0
+    return float((weights * losses).sum() / weights.sum()), error
+
+
+def strongest(losses: Mapping[float, tuple[float, float]]) -> float:
+    """Return the strongest penalty whose loss is within one standard error of the lowest, given (loss, error)
+    by penalty."""
+    lowest, error = min(losses.values())
+    return max(l2 for l2, (loss, _) in losses.items() if loss <= lowest + error)

@@ -34,8 +34,7 @@ def check_fit_config(config: FitConfig, *, linear: bool | None, negatives: bool)
         "loss='background-softmax' needs a weight of backgrounds, such as background=3, and recipe fast": (
             c.loss != "sigmoid" and (c.recipe != "fast" or c.background in ("auto", 0))
         ),
-        "loss='background-softmax' is for linear heads, without a prior": c.loss != "sigmoid"
-        and (linear is False or c.prior != "zero"),
+        "loss='background-softmax' is for linear heads": c.loss != "sigmoid" and linear is False,
         "background_threshold must be between 0 and 1": not 0 < c.background_threshold < 1,
         "background is for recipe fast: the paper's recipes have none": c.recipe != "fast"
         and c.background not in ("auto", 0),

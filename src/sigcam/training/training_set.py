@@ -16,6 +16,7 @@ from sigcam.training.logistic import Rows
 from sigcam.training.selection import MIN_HELD_OUT
 
 MAX_HELD_OUT = 10_000  # images
+BACKGROUND_ORDER = 4  # backgrounds come after two views of images and two of negatives
 VIEW_OFFSET = 2**40  # more than there are images; keeps the views apart in `TrainingSet.order`
 
 
@@ -39,9 +40,21 @@ class TrainingSet(Rows):
     def with_background(self, weight: float) -> TrainingSet:
         """Return the rows with backgrounds of this weight; without them if it is 0."""
         if not weight:
-            kept = ~self.background
-            return TrainingSet(*(getattr(self, each.name)[kept] for each in fields(self)))
+            return self._kept(~self.background)
         return replace(self, weights=torch.where(self.background, weight * self.weights, self.weights))
+
+    def training_part(self) -> TrainingSet:
+        """Return the rows that are not held out."""
+        return self._kept(~self.held_out)
+
+    def _kept(self, kept: Tensor) -> TrainingSet:
+        return TrainingSet(*(getattr(self, each.name)[kept] for each in fields(self)))
+
+    def image_share(self) -> float:
+        """Return the share of all processes' weights that is not that of backgrounds."""
+        weights = self.weights.double()
+        parts = all_gather((float(weights[~self.background].sum()), float(weights.sum())))
+        return sum(part[0] for part in parts) / sum(part[1] for part in parts)
 
     def can_choose_background(self) -> bool:
         """Whether there are backgrounds, and enough held-out images to choose their weight by."""
@@ -63,6 +76,12 @@ class TrainingSet(Rows):
         rows = self.select(self.scored)
         parts = all_gather((logits(rows.features).double().cpu(), rows.targets(torch.arange(classes)).cpu()))
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+    def held_out_backgrounds(self, logits: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return logits (m, C) of the backgrounds of the held-out images of all processes, on the CPU."""
+        plain = self.order < (BACKGROUND_ORDER + 1) * VIEW_OFFSET  # not those of mirror images
+        rows = self.select(self.background & self.held_out & plain)
+        return torch.cat(all_gather(logits(rows.features).double().cpu()))
 
 
 def make_training_set(
@@ -87,7 +106,10 @@ def make_training_set(
             order = negatives.positions() + (2 + number) * VIEW_OFFSET
             parts.append((view, no_class, others, never, never, never, order))
     for number, view in enumerate(features.backgrounds):
-        found, order = view.flatten(1).isfinite().all(1), positions + (4 + number) * VIEW_OFFSET
+        found, order = (
+            view.flatten(1).isfinite().all(1),
+            positions + (BACKGROUND_ORDER + number) * VIEW_OFFSET,
+        )
         row = view, torch.full_like(labels, nothing), weight, held, no, ~no, order
         parts.append(tuple(column[found] for column in row))
     device = torch.device("cpu") if net.device.type == "mps" else net.device  # mps has no float64

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import gradio as gr
 from PIL import Image
@@ -25,10 +25,15 @@ from sigcam.ui.html import boxes_html, links_html, panels_html, progress_html, t
 from sigcam.ui.images import ImageGallery, open_upload
 from sigcam.ui.sessions import Sessions
 from sigcam.ui.sources import Source, sources_of
-from sigcam.ui.viewer import Request, Viewer, disagreements
+from sigcam.ui.viewer import ABSOLUTE_THRESHOLD, PanelScale, Request, Viewer, disagreements
 
 log = logging.getLogger("sigcam")
 THRESHOLD = 0.4  # unit maps of the clamped branch seldom reach zero
+THRESHOLD_INFO = (
+    "The box encloses what is above this fraction of the map's maximum.",
+    "The box encloses what is above this probability; in maps without an absolute scale, what is above this "
+    "fraction of the maximum.",
+)
 MAX_DELTA = 5.0  # standard deviations of the softmax head's weights
 PAGE_SIZE = 24  # thumbnails
 SORT_BATCH = 8  # images
@@ -62,6 +67,11 @@ def slider_value(value: Any, low: float, high: float, default: float) -> float:
     return float(min(max(value, low), high))
 
 
+def default_threshold(scale: PanelScale) -> float:
+    """Return where the slider of the box threshold starts."""
+    return ABSOLUTE_THRESHOLD if scale == "probability" else THRESHOLD
+
+
 def _session_id(request: gr.Request) -> str:
     """Identify a visitor's browser tab."""
     return f"{request.username or ''}:{request.session_hash}"
@@ -70,7 +80,7 @@ def _session_id(request: gr.Request) -> str:
 class Page:
     """Event handlers, with the state that visitors share and the state of each visitor.
 
-    Handlers take the values of the controls: `choices` are sources, methods, colours and shared scale;
+    Handlers take the values of the controls: `choices` are sources, methods, colours and scale;
     `controls` are these, the threshold and delta.
 
     Args:
@@ -111,7 +121,7 @@ class Page:
     def load(self, request: gr.Request) -> list[Any]:
         """Show the first readable image, and all heads, including those fitted since the start."""
         with show_errors():
-            controls = (self.default_sources, ["grad-cam"], "evidence", True, THRESHOLD, 0.0)
+            controls = (self.default_sources, ["grad-cam"], "evidence", "shared", THRESHOLD, 0.0)
             outputs = self._view(request, *self._first_image(), *controls)
             heads, *others = self._heads()
             return [*outputs, {**heads, "value": self.default_sources}, *others]
@@ -141,12 +151,18 @@ class Page:
             return self._view(request, *self.gallery.open(index), *controls)
 
     def redraw(self, request: gr.Request, classes: Any, *choices: Any) -> list[Any]:
-        """Show other maps of the same image."""
+        """Show other maps of the same image; return the outputs and the slider of the box threshold, which
+        starts again where its meaning changes."""
         with show_errors():
-            map_request = self._map_request(classes, *choices)
+            map_request, slider = self._map_request(classes, *choices), gr.skip()
             with self._viewer(request) as viewer:
+                absolute = map_request.scale == "probability"
+                changed = absolute != (viewer.request.scale == "probability")
                 viewer.update(map_request)
-                return self._outputs(viewer)
+                if changed:
+                    viewer.threshold = default_threshold(map_request.scale)
+                    slider = gr.update(value=viewer.threshold, info=THRESHOLD_INFO[absolute])
+                return [*self._outputs(viewer), slider]
 
     def set_threshold(self, request: gr.Request, threshold: Any) -> str:
         """Show the boxes at another threshold."""
@@ -213,10 +229,11 @@ class Page:
         """Start to view an image; return the outputs and the selected class."""
         *choices, threshold, delta = controls
         viewer = Viewer(name, image, list(dict.fromkeys(s.net for s in self.sources.values())))
-        viewer.threshold = slider_value(threshold, 0, 1, THRESHOLD)
-        viewer.delta = slider_value(delta, -MAX_DELTA, MAX_DELTA, 0.0)
         predicted = viewer.predicted_class(self.net)
-        viewer.update(self._map_request([predicted], *choices))
+        map_request = self._map_request([predicted], *choices)
+        viewer.threshold = slider_value(threshold, 0, 1, default_threshold(map_request.scale))
+        viewer.delta = slider_value(delta, -MAX_DELTA, MAX_DELTA, 0.0)
+        viewer.update(map_request)
         outputs = [*self._outputs(viewer), [predicted]]
         self.viewers.put(_session_id(request), viewer)
         return outputs
@@ -228,15 +245,13 @@ class Page:
         with viewer.lock:
             yield viewer
 
-    def _map_request(
-        self, classes: Any, sources: Any, methods: Any, colours: Any, shared_scale: Any
-    ) -> Request:
+    def _map_request(self, classes: Any, sources: Any, methods: Any, colours: Any, scale: Any) -> Request:
         return Request(
             tuple(int(k) for k in classes or ()),
             tuple(self.sources[name] for name in sources or () if name in self.sources),
             tuple(methods or ()),
             "signed" if colours == "signed" else "evidence",
-            bool(shared_scale),
+            scale if scale in get_args(PanelScale) else "shared",
         )
 
     def _outputs(self, viewer: Viewer) -> list[Any]:

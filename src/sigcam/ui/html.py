@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from sigcam.drawing.overlay import gradient
+from sigcam.methods.explanation import presence_words
 from sigcam.ui.viewer import ClassTable, Panel, RelativeBox, Viewer
 
 
@@ -14,12 +15,17 @@ def panels_html(viewer: Viewer) -> str:
     width, height = viewer.image_size
     caption = f"<b>{escape(viewer.name)}</b><br>{width} x {height} pixels"
     figures = [_figure_html(viewer, "", viewer.display_uri, "the image", caption)]
-    scales = {panel.scale_max for panel in viewer.panels if panel.in_logits}
+    absolute = any(panel.absolute for panel in viewer.panels)
+    relative = [panel for panel in viewer.panels if not panel.absolute]
+    scales = {panel.scale_max for panel in relative if panel.in_logits}
+    one_scale = len(scales) == 1 and viewer.request.scale != "probability"
     for number, panel in enumerate(viewer.panels):
         alt = f"map of {panel.class_name}: {panel.source.name}, {panel.method}"
-        caption = _caption_html(panel, own_scale=not panel.in_logits or len(scales) > 1)
+        own_scale = not panel.absolute and not (one_scale and panel.in_logits)
+        caption = _caption_html(panel, own_scale)
         figures.append(_figure_html(viewer, f"sc-p{number}", panel.image_uri, alt, caption))
-    legend = panel_legend_html(viewer.colours, scales.pop()) if len(scales) == 1 else ""
+    legend = panel_legend_html(viewer.colours, scales.pop()) if one_scale else ""
+    legend = probability_legend_html(viewer.colours) if absolute else legend
     return f'<div class="sc-grid">{"".join(figures)}</div>{legend}'
 
 
@@ -40,7 +46,10 @@ def _caption_html(panel: Panel, own_scale: bool) -> str:
         f"{escape(panel.source.name)}, {escape(panel.method)}",
         f"logit {panel.logit:+.3f}; {panel.positive_share:.0%} of the evidence is positive",
     ]
+    if panel.evidence is not None:
+        lines.append(f"{presence_words(panel.evidence)}: evidence {panel.evidence:.3f}")
     lines += [f"full colour: {panel.scale_max:.3g} {unit}"] if own_scale else []
+    lines += [f"no absolute scale: {escape(panel.why_relative)}"] if panel.why_relative else []
     lines += [f'<span class="sc-blank">{escape(panel.note)}</span>'] if panel.note else []
     return "<br>".join(lines)
 
@@ -50,11 +59,23 @@ def panel_legend_html(colours: str, scale_max: float) -> str:
     signed = colours == "signed"
     ticks = (f"-{scale_max:.3g}", "0", f"+{scale_max:.3g}") if signed else ("0", f"{scale_max:.3g}")
     meaning = "negative is against the class, positive for it" if signed else "evidence for the class"
+    return _legend_html(signed, ticks, f"logits per cell: {meaning}; one scale for all maps")
+
+
+def probability_legend_html(colours: str) -> str:
+    """Render the colour bar of the maps in probabilities."""
+    signed = colours == "signed"
+    meaning = "below 0.5 is against the class, above for it" if signed else "whether it shows the class"
+    text = f"probability per cell: {meaning}; the same scale for every image"
+    return _legend_html(signed, ("0", "0.5", "1"), text)
+
+
+def _legend_html(signed: bool, ticks: Sequence[str], text: str) -> str:
     return (
         '<div class="sc-legend">'
         f'<div class="sc-bar" style="background:{gradient(signed=signed)}"></div>'
         f'<div class="sc-ends">{"".join(f"<span>{tick}</span>" for tick in ticks)}</div>'
-        f"<div>logits per cell: {meaning}; one scale for all maps</div></div>"
+        f"<div>{text}</div></div>"
     )
 
 

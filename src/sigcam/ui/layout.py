@@ -9,7 +9,7 @@ import gradio as gr
 from starlette.middleware import Middleware
 
 from sigcam.core.errors import ConfigError
-from sigcam.ui.handlers import MAX_DELTA, MAX_SORTED, PAGE_SIZE, SORTED, THRESHOLD, Page
+from sigcam.ui.handlers import MAX_DELTA, MAX_SORTED, PAGE_SIZE, SORTED, THRESHOLD, THRESHOLD_INFO, Page
 from sigcam.ui.security import MAX_UPLOAD_BYTES, Guard
 from sigcam.ui.serve import UiOptions
 from sigcam.ui.sessions import IDLE_SECONDS
@@ -18,7 +18,11 @@ from sigcam.ui.viewer import weight_std
 
 EXTENSIONS = [".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"]
 COLOURS = [("evidence for the class", "evidence"), ("signed: for and against, in logits", "signed")]
-SCALES = [("one for all maps", True), ("one for each map", False)]
+SCALES = [
+    ("one for all maps", "shared"),
+    ("one for each map", "own"),
+    ("probability (absolute)", "probability"),
+]
 GALLERY: Any = {"allow_preview": False, "interactive": False, "object_fit": "cover", "buttons": []}
 SLIDER_EVENT: Any = {"queue": False, "trigger_mode": "always_last", "show_progress": "hidden"}
 SHIFT = (
@@ -115,13 +119,13 @@ def _view_tab(page: Page) -> dict[str, Any]:
                 label="Methods", elem_id="methods",
             )  # fmt: skip
             colours = gr.Radio(COLOURS, value="evidence", label="Colours", elem_id="colours")
-            shared_scale = gr.Radio(SCALES, value=True, label="Scale", elem_id="scale")
+            scale = gr.Radio(SCALES, value="shared", label="Scale", elem_id="scale")
         with gr.Column(scale=3, min_width=300, elem_classes="sc-right"):
             panels = gr.HTML(elem_id="panels", label="Maps")
             boxes = gr.HTML(elem_id="boxes", label="Boxes", padding=False)
             threshold = _slider(
                 0, 1, THRESHOLD, step=0.01, label="Box threshold", elem_id="threshold",
-                info="The box encloses what is above this fraction of the map's maximum.",
+                info=THRESHOLD_INFO[False],
             )  # fmt: skip
             delta = _slider(
                 -MAX_DELTA, MAX_DELTA, 0, step=0.1, label="Delta: shift of the softmax head", elem_id="delta",
@@ -131,7 +135,7 @@ def _view_tab(page: Page) -> dict[str, Any]:
             download = gr.Button("Prepare downloads", elem_id="download", size="sm")
             links = gr.HTML(elem_id="links", label="Files")
     outputs = [panels, boxes, top_classes, links]
-    choices = [sources, methods, colours, shared_scale]
+    choices = [sources, methods, colours, scale]
     controls = [*choices, threshold, delta]
     draw: Any = {"show_progress": "minimal", "show_progress_on": panels, "concurrency_id": "draw"}
     file.upload(page.upload, [file, *controls], [*outputs, classes, file], **draw)
@@ -139,8 +143,9 @@ def _view_tab(page: Page) -> dict[str, Any]:
     page_number.input(
         page.thumbnails, page_number, thumbnails, trigger_mode="always_last", show_progress="hidden"
     )
+    redrawn = [*outputs, threshold]
     for control in (classes, *choices):
-        control.input(page.redraw, [classes, *choices], outputs, trigger_mode="always_last", **draw)
+        control.input(page.redraw, [classes, *choices], redrawn, trigger_mode="always_last", **draw)
     threshold.input(page.set_threshold, threshold, boxes, **SLIDER_EVENT)
     delta.input(page.set_delta, delta, [panels, boxes, top_classes], **SLIDER_EVENT)
     download.click(page.download, None, links, show_progress="minimal")

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sigcam.core.errors import ConfigError
 from sigcam.methods.registry import METHODS
 from sigcam.methods.targets import Branch
 from sigcam.network.dual import DualBranch
 from sigcam.network.opening import has_shipped_branch, open_network
 from sigcam.ui.serve import UiOptions
 
+ZOOM = 1.0  # the page does not enlarge images
 SYNTHETIC_NOTICE = (
     "The examples are synthetic birds, unlike anything an ImageNet classifier has seen: it calls them "
     "pinwheels and envelopes, but it finds them. Drop a photograph to see real predictions."
@@ -43,6 +45,19 @@ def available_methods(nets: Sequence[DualBranch]) -> list[str]:
     linear = all("softmax" in net.linear for net in nets)
     missing = "attention" if linear else "linear"
     return [name for name, method in METHODS.items() if method.needs != missing]
+
+
+def why_relative(source: Source, method: str) -> str:
+    """Return why maps of a head have no absolute scale, or "" if they have one."""
+    if source.branch != "sigmoid":
+        return f"the {'centred ' * (source.branch == 'centred')}softmax head has none"
+    if not METHODS[method].in_logits:
+        return f"maps by {method} are not in logits"
+    try:
+        source.net.calibration.map_scale(ZOOM)
+    except ConfigError:
+        return "this branch is not calibrated at this size (fit it again with --background auto)"
+    return ""
 
 
 def class_label(net: DualBranch, index: int) -> str:

@@ -16,22 +16,25 @@ from torch import Tensor, nn
 from sigcam.core.errors import ConfigError, DataError
 from sigcam.core.types import GridSize
 from sigcam.drawing.overlay import overlay, with_boxes
-from sigcam.methods.explainer import explain_pass
-from sigcam.methods.explanation import data_uri
+from sigcam.methods.explainer import cell_probabilities, explain_pass
+from sigcam.methods.explanation import data_uri, is_calibrated
 from sigcam.methods.inputs import as_batch
 from sigcam.methods.postprocess import disagreement, finish_maps
-from sigcam.methods.registry import METHODS, MapConfig
+from sigcam.methods.registry import METHODS, MapConfig, Scale
 from sigcam.methods.targets import at_least_float32, class_logits
 from sigcam.metrics.boxes import boxes_at
 from sigcam.models.preprocess import Preprocess
+from sigcam.network.calibration import LogitScale
 from sigcam.network.dual import DualBranch, ForwardPass, linear_weight
-from sigcam.ui.sources import Source, class_label, same_class
+from sigcam.ui.sources import ZOOM, Source, class_label, same_class, why_relative
 
 DISPLAY_SIDE = 288  # pixels of the longer side
 MAX_PANELS = 12
 SCORE_CAM_CHANNELS = 64
 TOP_CLASSES = 5
 Colours = Literal["evidence", "signed"]
+PanelScale = Literal["shared", "own", "probability"]
+ABSOLUTE_THRESHOLD = 0.5  # of boxes, with the scale "probability"
 RelativeBox = tuple[float, float, float, float]  # xyxy, as fractions of width and height
 ClassTable = tuple[str, list[tuple[str, float, float | None]]]  # title; rows of name, probability, evidence
 
@@ -44,7 +47,7 @@ class Request:
     sources: tuple[Source, ...]
     methods: tuple[str, ...]
     colours: Colours = "evidence"
-    shared_scale: bool = True
+    scale: PanelScale = "shared"
 
 
 @dataclass
@@ -55,10 +58,13 @@ class Panel:
     method: str
     class_index: int
     class_name: str
-    raw_map: Tensor  # (1, 1, P, Q), signed, in logits if the method gives them
+    raw_map: Tensor  # (1, 1, P, Q), signed, in logits if the method gives them; absolute: scores of cells
     logit: float
     positive_share: float  # of the evidence
     note: str
+    evidence: float | None = None  # of a calibrated sigmoid branch
+    calibration: LogitScale | None = None  # from scores of cells to probabilities, for an absolute map
+    why_relative: str = ""  # why a map is not absolute although the visitor asks for it
     scale_max: float = 1.0  # value drawn in full colour
     image_uri: str = ""
     unit_map: Tensor = field(default_factory=lambda: torch.zeros(1, 1, 1))  # (1, H, W) in [0, 1]
@@ -72,6 +78,19 @@ class Panel:
     def unit(self) -> str:
         """Unit of the values; panels of the same unit can share a scale."""
         return "logits" if self.in_logits else self.method
+
+    @property
+    def absolute(self) -> bool:
+        """Whether the map is drawn in probabilities, from 0 to 1."""
+        return self.calibration is not None
+
+    def values(self, size: GridSize) -> Tensor:
+        """Return the map (H, W): probabilities if it is absolute, else signed values."""
+        if self.calibration is None:
+            return finish_maps(self.raw_map, self.method, size, "raw")[0, 0]
+        index = torch.tensor([[self.class_index]])
+        cells = cell_probabilities(self.raw_map, index, self.source.net.classes, self.calibration)
+        return finish_maps(cells, self.method, size, "probability")[0, 0]
 
     @property
     def follows_shift(self) -> bool:
@@ -132,9 +151,11 @@ class Viewer:
         panels = [panel for pair in pairs for panel in self._panels(*pair, request, 0.0)]
         signed = request.colours == "signed"
         for panel in panels:
-            same_scale = [p for p in panels if p.unit == panel.unit] if request.shared_scale else [panel]
+            shared = request.scale == "shared"
+            same_scale = [p for p in panels if p.unit == panel.unit] if shared else [panel]
             peak = max(float((p.raw_map.abs() if signed else p.raw_map).max()) for p in same_scale)
-            panel.scale_max = peak if 0 < peak < math.inf else 1.0  # nothing is positive: all blank
+            stretched = 0 < peak < math.inf and not panel.absolute  # not if nothing is positive: all blank
+            panel.scale_max = peak if stretched else 1.0
         self.request, self.panels, self.colours = request, panels, request.colours
         if self.delta:
             self.shift(self.delta)
@@ -160,7 +181,8 @@ class Viewer:
         boxes: list[RelativeBox | None] = []
         for panel in self.panels:
             height, width = panel.unit_map.shape[1:]
-            x0, y0, x1, y1 = boxes_at(panel.unit_map, self.threshold)[0][0].tolist()
+            box = boxes_at(panel.unit_map, self.threshold, absolute=panel.absolute)[0][0]
+            x0, y0, x1, y1 = box.tolist()
             boxes.append((x0 / width, y0 / height, x1 / width, y1 / height) if x1 > x0 and y1 > y0 else None)
         return boxes
 
@@ -171,7 +193,7 @@ class Viewer:
         npy, png = io.BytesIO(), io.BytesIO()
         sizes = [GridSize.of(p.unit_map) for p in self.panels]  # two models may differ
         size = GridSize(max(s.height for s in sizes), max(s.width for s in sizes))
-        maps = [finish_maps(p.raw_map, p.method, size, "raw")[0, 0] for p in self.panels]
+        maps = [p.values(size) for p in self.panels]
         np.save(npy, torch.stack(maps).float().cpu().numpy())
         boxes = self.boxes()
         width, height = self.display.size
@@ -184,6 +206,7 @@ class Viewer:
             "picture": self.name,
             "size": list(self.image_size),
             "view": self.colours,
+            "scale": self.request.scale,
             "threshold": self.threshold,
             "delta": self.delta,
             "maps": [self._numbers(panel, box) for panel, box in zip(self.panels, boxes, strict=True)],
@@ -198,6 +221,8 @@ class Viewer:
         net = panel.source.net
         size = self.image_size if self.uncropped else self.display.size
         probability = probabilities(net, self.forward_pass(net), self._weight_shift(net))[panel.class_index]
+        unit = "logits" if panel.in_logits else "the method's own"
+        unit = "probability" if panel.absolute else unit
         return {
             "from": panel.source.name,
             "method": panel.method,
@@ -205,10 +230,11 @@ class Viewer:
             "class_name": panel.class_name,
             "probability": float(probability),
             "evidence": self._evidence(net, panel.class_index),
+            "present": None if panel.evidence is None else panel.evidence > 0.5,
             "logit": panel.logit,
             "positive_share": panel.positive_share,
-            "peak": float(panel.raw_map.max()),
-            "unit": "logits" if panel.in_logits else "the method's own",
+            "peak": float(panel.values(GridSize.of(panel.raw_map)).max()),
+            "unit": unit,
             "box": None if box is None else [round(x) for x in _scaled(box, *size)],
             "note": panel.note,
         }
@@ -230,29 +256,40 @@ class Viewer:
         indices = list(dict.fromkeys(k for k in known if k is not None)) or [self.predicted_class(net)]
         if weight_shift:
             net, forward_pass = shift_head(net, forward_pass, weight_shift)
-        clamp = source.branch == "sigmoid" and request.colours == "evidence"
-        config = MapConfig(method, source.branch, clamp, scale="raw", top_n=SCORE_CAM_CHANNELS)
+        why = why_relative(source, method) if request.scale == "probability" else ""
+        absolute = request.scale == "probability" and not why
+        clamp = source.branch == "sigmoid" and request.colours == "evidence" and not absolute
+        scale: Scale = "logit" if absolute else "raw"
+        config = MapConfig(method, source.branch, clamp, scale=scale, top_n=SCORE_CAM_CHANNELS)
         classes = torch.tensor([indices], device=source.net.device)
         ex = explain_pass(net, forward_pass, config, classes=classes, size="features")
         panels = []
         for i, k in enumerate(indices):
             raw_map = ex.maps[:, i : i + 1].detach().cpu()
             logit, share = float(ex.logits[0, i]), float(ex.positive_share[0, i])
-            note = _blank_note(raw_map, request.colours, clamp)
-            panels.append(Panel(source, method, k, class_label(source.net, k), raw_map, logit, share, note))
+            panel = Panel(source, method, k, class_label(source.net, k), raw_map, logit, share, "")
+            panel.note = _blank_note(raw_map, "signed" if absolute else request.colours, clamp)
+            panel.calibration = source.net.calibration.map_scale(ZOOM) if absolute else None
+            panel.why_relative = why
+            if source.branch == "sigmoid" and is_calibrated(source.net):
+                panel.evidence = self._evidence(source.net, k)
+            panels.append(panel)
         return panels
 
     def _draw(self, panels: Sequence[Panel]) -> None:
         for panel in panels:
             panel.image_uri = data_uri(self._overlay(panel))
             size = GridSize.of(self._inputs[panel.source.net.transform])
-            panel.unit_map = finish_maps(panel.raw_map, panel.method, size, "unit")[0]
+            relative = finish_maps(panel.raw_map, panel.method, size, "unit")[0]
+            panel.unit_map = panel.values(size)[None] if panel.absolute else relative
 
     def _overlay(self, panel: Panel) -> Image.Image:
         size = GridSize(self.display.height, self.display.width)
-        values = finish_maps(panel.raw_map, panel.method, size, "raw")[0, 0] / panel.scale_max
-        values = values.nan_to_num(0.0)
-        if self.colours == "signed":
+        values, signed = panel.values(size), self.colours == "signed"
+        if panel.absolute and signed:
+            values = 2 * values - 1  # one half is neutral
+        values = (values / panel.scale_max).nan_to_num(0.0)
+        if signed:
             return overlay(self.display, values.clamp(-1, 1), signed=True, peak=1.0)
         return overlay(self.display, values.clamp(0, 1))
 
