@@ -1,4 +1,5 @@
-"""Draw the figures of docs/mathematics.md, reading-maps.md and results.md from the output of `sigcam demo`.
+"""Draw the figures of README.md, docs/mathematics.md, reading-maps.md and results.md from the output of
+`sigcam demo`; absent.jpg from the embedded classifier and its branch.
 
     sigcam demo --output sigcam-demo && python scripts/make_figures.py sigcam-demo docs/images
 
@@ -26,9 +27,11 @@ from sigcam.data.readers.shapes import scenes, shapes
 from sigcam.data.sample import Sample
 from sigcam.drawing.overlay import HEAT, SIGNED, grid, overlay, with_boxes, with_outline
 from sigcam.methods.explainer import explain_pass
+from sigcam.methods.explanation import presence_words
 from sigcam.methods.registry import MapConfig
 from sigcam.methods.targets import Branch
 from sigcam.network.dual import DualBranch
+from sigcam.network.opening import open_network
 
 matplotlib.use("agg")
 matplotlib.rcParams.update(
@@ -65,6 +68,7 @@ def main(demo: Path, images: Path, *names: str) -> None:
         "methods.png": lambda: methods(net, sample),
         "additive.png": lambda: additive(net, sample),
         "nothing.png": lambda: nothing(net, sample, empty),
+        "absent.jpg": lambda: absent(open_network("embedded").net),
         "results-maps.jpg": lambda: controls(net, list(islice((s for s in tests if is_correct(net, s)), 4))),
     }
     for name in names or figures:
@@ -314,6 +318,39 @@ def nothing(net: DualBranch, sample: Sample, empty: Sample) -> Any:
     for ax in axes.flatten():
         remove_frame(ax)
     figure.colorbar(shown, ax=axes[:, 2], shrink=0.6, label="logits")
+    return figure
+
+
+def absent(net: DualBranch, other: str = "espresso") -> Any:
+    """Draw a photograph's maps of the predicted class and of a class that it does not show: those of the
+    softmax head, each stretched to its range, and those of the branch in probabilities, on one scale.
+
+    The photograph is skimage.data.chelsea (CC0), from `pip install 'sigcam[examples]'`.
+    """
+    from skimage.data import chelsea
+
+    photograph = Image.fromarray(chelsea())
+    predicted = net.class_names[int(sigcam.explain(net, [photograph], branch="softmax").classes[0])]
+    figure, axes = plt.subplots(2, 3, figsize=(8.2, 5.9), layout="constrained")
+    shown = None
+    for row, name in enumerate((predicted, other)):
+        unit = sigcam.explain(net, [photograph], branch="softmax", classes=name)
+        absolute = sigcam.explain(net, [photograph], classes=name, scale="probability")
+        evidence = float(absolute.evidence[0])
+        axes[row, 0].imshow(absolute.pictures[0])
+        axes[row, 0].set_ylabel(f"{name.replace('_', ' ')}?")
+        axes[row, 1].imshow(unit.maps[0], cmap=HEAT_CMAP, vmin=0, vmax=1)
+        axes[row, 1].set_xlabel(f"softmax probability {float(unit.probability[0]):.3f}")
+        shown = axes[row, 2].imshow(absolute.maps[0], cmap=HEAT_CMAP, vmin=0, vmax=1)
+        axes[row, 2].set_xlabel(f"evidence {evidence:.3f}: {presence_words(evidence)}")
+        peak = float(absolute.maps.max())
+        print(f"absent: {name}: evidence {evidence:.4f}, highest probability of the map {peak:.4f}")
+    names = "photograph", "softmax head, each map\nstretched to its own range", "sigmoid branch,\nprobability"
+    for ax, title in zip(axes[0], names, strict=True):
+        ax.set_title(title)
+    for ax in axes.flatten():
+        remove_frame(ax)
+    figure.colorbar(shown, ax=axes[:, 2], shrink=0.6)
     return figure
 
 

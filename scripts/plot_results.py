@@ -9,10 +9,11 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
-from write_results import ROOT, rows_of
+from write_results import CONTRAST_ROWS, ROOT, rows_of, variant_of
 from write_results import ROWS as NAMES
 
 COLOURS = {"softmax": "#9a6a00", "centred": "#5b5bd6", "sigmoid": "#0a7d55"}
+COLOURS |= {"sigmoid + background": "#c2255c", "softmax + background": "#555555"}
 TITLES = {
     "cub": "CUB, boxes",
     "cars": "Cars, boxes",
@@ -32,13 +33,13 @@ def save(figure: Any, name: str) -> None:
 def localisation() -> None:
     """Plot each row of table 2 with its interval, a panel per data set; hollow: images twice as large."""
     rows = [row for row in rows_of("table2") if row["method"] == "cam"]
-    figure, axes = plt.subplots(1, 4, figsize=(12, 3.4), sharey=True)
+    figure, axes = plt.subplots(1, 4, figsize=(12, 5.2), sharey=True)
     for axis, (dataset, title) in zip(axes, TITLES.items(), strict=True):
         metric = "pxap" if dataset == "pets" else "max_box_acc_v2"
         for row in rows:
             if row["dataset"] != dataset:
                 continue
-            y = list(NAMES).index((row["branch"], row["clamp"])) + (0.18 if row["zoom"] > 1 else -0.18)
+            y = list(NAMES).index(variant_of(row)) + (0.18 if row["zoom"] > 1 else -0.18)
             low, high = row["intervals"][metric]
             colour = COLOURS[row["branch"]]
             face = "white" if row["zoom"] > 1 else colour
@@ -62,14 +63,15 @@ def fidelity() -> None:
     datasets = list(dict.fromkeys(row["dataset"] for row in rows))
     figure, axes = plt.subplots(1, len(datasets), figsize=(6 * len(datasets), 3.6), squeeze=False)
     for axis, dataset in zip(axes[0], datasets, strict=True):
-        for number, (variant, name) in enumerate(NAMES.items()):
-            variant_rows = [
-                r for r in rows if r["dataset"] == dataset and (r["branch"], r["clamp"]) == variant
-            ]
+        shown = {variant: name for variant, name in NAMES.items() if variant not in CONTRAST_ROWS}
+        for number, (variant, name) in enumerate(shown.items()):
+            variant_rows = [r for r in rows if r["dataset"] == dataset and variant_of(r) == variant]
+            if not variant_rows:
+                continue
             variant_rows.sort(key=lambda r: methods.index(r["method"]))
-            xs = [methods.index(r["method"]) + (number - 2.5) * 0.12 for r in variant_rows]
+            xs = [methods.index(r["method"]) + (number - 4) * 0.09 for r in variant_rows]
             colour = COLOURS[variant[0]]
-            face = colour if variant[1] else "white"
+            face = colour if variant[1] is True else "white" if variant[1] is False else "#f3c6d6"
             for x, row in zip(xs, variant_rows, strict=True):
                 axis.plot([x] * 2, row["intervals"]["average_drop"], color=colour, linewidth=1.2)
             values = [r["average_drop"] for r in variant_rows]
@@ -88,7 +90,9 @@ def fidelity() -> None:
 
 def sources() -> None:
     """Plot localisation, and how well scores recognise images of no class, against the L2 penalty."""
-    rows = rows_of("sources")
+    rows = [
+        row for row in rows_of("sources") if row["dataset"] == "cub" and variant_of(row)[1] != "probability"
+    ]
     fits = list(dict.fromkeys(row["fit"] for row in rows if "fit" in row))
     fits.sort(key=lambda fit: ("negatives" in fit, float(fit.split()[1].strip(","))))
     figure, axes = plt.subplots(1, 2, figsize=(11, 3.4))
@@ -100,7 +104,7 @@ def sources() -> None:
         for clamp in (False, True) if metric == "max_box_acc_v2" else (True,):
             name = ("sigmoid, clamped" if clamp else "sigmoid, signed") if len(panels) > 1 else "sigmoid"
             name = name if metric == "max_box_acc_v2" else "sigmoid evidence"
-            by_fit = {row["fit"]: row for row in rows if row["branch"] == "sigmoid" and row["clamp"] == clamp}
+            by_fit = {row.get("fit"): row for row in rows if variant_of(row) == ("sigmoid", clamp)}
             values = [by_fit[fit][metric] for fit in fits]
             face = COLOURS["sigmoid"] if clamp else "white"
             axis.plot(fits, values, "o-", color=COLOURS["sigmoid"], markerfacecolor=face, label=name)
@@ -113,7 +117,7 @@ def sources() -> None:
                 continue
             style = "-" if row["clamp"] else "--"
             name = NAMES[row["branch"], row["clamp"]].replace(" (the paper's baseline)", "")
-            name = name if metric == "max_box_acc_v2" else "softmax probability"
+            name = name if metric == "max_box_acc_v2" else row["branch"]
             axis.axhline(
                 row[metric], color=COLOURS[row["branch"]], linestyle=style, linewidth=1.2, label=name
             )

@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "docs/results.md", ROOT / "README.md")
 PAPER_METHOD = ("sigmoid", True)
-ROWS = {
+PAPER_ROWS = {
     ("softmax", False): "softmax, signed (the paper's baseline)",
     ("softmax", True): "softmax, clamped",
     ("centred", False): "centred, signed",
@@ -25,6 +25,15 @@ ROWS = {
     ("sigmoid", False): "sigmoid, signed",
     PAPER_METHOD: "sigmoid, clamped (the paper's method)",
 }
+KINDS: dict[bool | str, str] = {False: "signed", True: "clamped", "probability": "absolute"}
+BACKGROUND_ROWS = {
+    ("sigmoid + background", kind): f"sigmoid + background, {text}" for kind, text in KINDS.items()
+}
+CONTRAST_ROWS = {
+    ("softmax + background", kind): f"softmax + background class, {text}" for kind, text in KINDS.items()
+}
+ROWS = PAPER_ROWS | BACKGROUND_ROWS | CONTRAST_ROWS
+Variant = tuple[str, bool | str]  # branch; whether negative weights are clamped, or "probability"
 DATASETS = {"cub": "CUB", "cars": "Cars", "ilsvrc": "ImageNet", "pets": "Pets (PxAP)"}
 Row = dict[str, Any]
 
@@ -35,11 +44,22 @@ def rows_of(table: str) -> tuple[Row, ...]:
     return tuple(json.loads((ROOT / "benchmarks/results" / f"{table}.json").read_text())["rows"])
 
 
-def find_row(table: str, variant: tuple[str, bool], metric: str = "dataset", **wanted: Any) -> Row:
-    """Return the one row of a variant (branch, clamp) with the wanted values and a number called `metric`."""
-    wanted |= {"branch": variant[0], "clamp": variant[1]}
-    (row,) = (r for r in rows_of(table) if metric in r and all(r.get(k) == v for k, v in wanted.items()))
+def find_row(table: str, variant: Variant, metric: str = "dataset", **wanted: Any) -> Row:
+    """Return the one row of a variant with the wanted values and a number called `metric`."""
+    absolute = variant[1] == "probability"
+    wanted |= {"branch": variant[0], "clamp": False if absolute else variant[1]}
+    wanted |= {"scale": "probability" if absolute else "unit"}
+    (row,) = (
+        r
+        for r in ({"scale": "unit", **row} for row in rows_of(table))
+        if metric in r and all(r.get(k) == v for k, v in wanted.items())
+    )
     return row
+
+
+def variant_of(row: Row) -> Variant:
+    """Return the variant of a row."""
+    return row["branch"], "probability" if row.get("scale", "unit") == "probability" else row["clamp"]
 
 
 def metric_of(dataset: str) -> str:
@@ -61,45 +81,126 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def by_row(head: Sequence[str], *cells: Callable[[tuple[str, bool]], str], bold: int = 0) -> str:
+def by_row(
+    head: Sequence[str],
+    *cells: Callable[[Variant], str],
+    bold: int = 0,
+    rows: dict[Any, str] = PAPER_ROWS,
+) -> str:
     """Return a table with a line for each variant; the first cells of the paper's method are bold."""
-    lines = [[name, *(cell(variant) for cell in cells)] for variant, name in ROWS.items()]
-    lines[-1] = [f"**{text}**" if i <= bold else text for i, text in enumerate(lines[-1])]
+    lines = list[list[str]]()
+    for variant, name in rows.items():
+        line = [name, *(cell(variant) for cell in cells)]
+        if variant == PAPER_METHOD:
+            line = [f"**{text}**" if i <= bold else text for i, text in enumerate(line)]
+        lines.append(line)
     return table(["map from", *head], lines)
 
 
 def localisation() -> str:
     """Return the localisation of CAM, at the network's own size and from images twice as large."""
 
-    def cell(variant: tuple[str, bool], dataset: str) -> str:
+    def cell(variant: Variant, dataset: str) -> str:
         rows = (find_row("table2", variant, dataset=dataset, method="cam", zoom=zoom) for zoom in (1.0, 2.0))
         return " / ".join(f"{row[metric_of(dataset)]:.1f}" for row in rows)
 
     cells = [lambda variant, dataset=dataset: cell(variant, dataset) for dataset in DATASETS]
-    return by_row(list(DATASETS.values()), *cells, bold=len(DATASETS))
+    return by_row(list(DATASETS.values()), *cells, bold=len(DATASETS), rows=ROWS)
+
+
+def background_gain() -> str:
+    """Return what background evidence gains over the strongest control of each data set, by size."""
+    lines = list[list[str]]()
+    for zoom, size in ((1.0, "own size"), (2.0, "twice as large")):
+        for variant, name in (BACKGROUND_ROWS | CONTRAST_ROWS).items():
+            line = [f"{name}, {size}"]
+            for dataset in DATASETS:
+                row = find_row("table2", variant, dataset=dataset, method="cam", zoom=zoom)
+                found = row["versus"][metric_of(dataset)]
+                line.append(f"{between(found['difference'])} [{found['control']}]")
+            lines.append(line)
+    return table(["instead of the strongest control", *DATASETS.values()], lines)
+
+
+def at_half() -> str:
+    """Return box accuracy of absolute maps cut at one half, and false alarms."""
+    lines = list[list[str]]()
+    for branch in ("sigmoid + background", "softmax + background"):
+        for zoom, size in ((1.0, "own size"), (2.0, "twice as large")):
+            for dataset in ("cub", "cars", "ilsvrc"):
+                row = find_row("table2", (branch, "probability"), dataset=dataset, method="cam", zoom=zoom)
+                lines.append(
+                    [
+                        f"{branch}, {DATASETS[dataset]}, {size}",
+                        interval(row, "box_acc_at_half"),
+                        interval(row, "max_box_acc_50"),
+                        interval(row, "false_alarm"),
+                        interval(row, "false_alarm_area"),
+                    ]
+                )
+    return table(
+        ["maps in probabilities", "at one half", "at the best threshold", "false alarms", "area lit by them"],
+        lines,
+    )
+
+
+def presence() -> str:
+    """Return how each score tells images of the data set from photographs of pets."""
+    lines = list[list[str]]()
+    for dataset in ("cub", "cars"):
+        for branch in ("softmax", "sigmoid", "sigmoid + background", "softmax + background"):
+            row = find_row("sources", (branch, False), dataset=dataset, fit=None)
+            cells = [interval(row, c) for c in ("auroc_nothing", "above_half", "above_half_nothing")]
+            lines.append([f"{DATASETS[dataset]}: {branch}", *cells])
+    head = ["best class's score", "AUROC against pets", "label above one half", "pets above one half"]
+    return table(head, lines)
+
+
+def interval(row: Row, metric: str) -> str:
+    """Format a number with its interval."""
+    low, high = row["intervals"][metric]
+    digits = 2 if metric == "auroc_nothing" else 1
+    return f"{row[metric]:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def ablations() -> str:
+    """Return what background evidence depends on."""
+    found = [row for row in rows_of("background") if "fit" in row]
+    lines = list[list[str]]()
+    for fit, zoom in dict.fromkeys((row["fit"], row["zoom"]) for row in found):
+        by_kind = {
+            "absolute" if row["scale"] == "probability" else KINDS[row["clamp"]]: row
+            for row in found
+            if (row["fit"], row["zoom"]) == (fit, zoom)
+        }
+        absolute = by_kind["absolute"]
+        columns = ("max_box_acc_50", "box_acc_at_half", "false_alarm", "above_half", "above_half_nothing")
+        numbers = [f"{absolute[c]:.1f}" if c in absolute else "-" for c in columns]
+        boxes = " / ".join(f"{by_kind[kind]['max_box_acc_v2']:.1f}" for kind in KINDS.values())
+        size = "" if zoom == 1 else f", images {zoom:g} times as large"
+        lines.append([f"{fit}{size}", boxes, f"{absolute['held_out_ap']:.1f}", *numbers])
+    head = ["fit", "MaxBoxAccV2 signed / clamped / absolute", "held-out AP", "best threshold", "at one half"]
+    return table([*head, "false alarms", "label above half", "pets above half"], lines)
 
 
 def gradients() -> str:
     """Return the localisation of Grad-CAM, at the network's own size."""
 
-    def cell(variant: tuple[str, bool], dataset: str) -> str:
+    def cell(variant: Variant, dataset: str) -> str:
         return f"{find_row('table2', variant, dataset=dataset, method='grad-cam')[metric_of(dataset)]:.1f}"
 
-    return by_row(
-        list(DATASETS.values()),
-        *(lambda variant, d=d: cell(variant, d) for d in DATASETS),
-        bold=len(DATASETS),
-    )
+    cells = [lambda variant, d=d: cell(variant, d) for d in DATASETS]
+    return by_row(list(DATASETS.values()), *cells, bold=len(DATASETS), rows=ROWS)
 
 
 def differences() -> str:
     """Return the differences of CAM's localisation from signed and from clamped softmax maps."""
 
-    def line(name: str, variant: tuple[str, bool], which: str, zoom: float = 1.0) -> list[str]:
+    def line(name: str, variant: Variant, which: str, zoom: float = 1.0) -> list[str]:
         rows = {d: find_row("table2", variant, dataset=d, method="cam", zoom=zoom) for d in DATASETS}
         return [name, *(between(row[which][metric_of(d)]) for d, row in rows.items())]
 
-    lines = [line(name, variant, "delta") for variant, name in list(ROWS.items())[1:]]
+    lines = [line(name, variant, "delta") for variant, name in list(PAPER_ROWS.items())[1:]]
     lines.append(line("*sigmoid, clamped, instead of clamped softmax maps*", PAPER_METHOD, "beside"))
     lines.append(line("*the same, images twice as large*", PAPER_METHOD, "beside", 2.0))
     return table(["instead of signed softmax maps", *DATASETS.values()], lines)
@@ -118,7 +219,8 @@ def confidence() -> str:
         for d, m in columns
     ]
     titles = {"cam": "CAM", "grad-cam": "Grad-CAM"}
-    return by_row([f"{DATASETS[d]}, {titles[m]}" for d, m in columns], *cells)
+    rows = {variant: name for variant, name in ROWS.items() if variant in map(variant_of, rows_of("table1"))}
+    return by_row([f"{DATASETS[d]}, {titles[m]}" for d, m in columns], *cells, rows=rows)
 
 
 def signed_clamped(table: str, branch: str, **wanted: Any) -> list[str]:
@@ -131,11 +233,12 @@ def sources() -> str:
     """Return localisation and AUROC by branch and fit."""
     lines = list[list[str]]()
     fits = dict.fromkeys(row.get("fit") for row in rows_of("sources"))
-    for branch, fit in [("softmax", None), ("centred", None), *(("sigmoid", f) for f in fits if f)]:
-        row = find_row("sources", (branch, False), fit=fit)
-        auroc = f"{row['auroc_nothing']:.1f}" if "auroc_nothing" in row else "-"
+    branches = ("softmax", "centred", "sigmoid", "sigmoid + background", "softmax + background")
+    for branch, fit in [*((b, None) for b in branches), *(("sigmoid", f) for f in fits if f)]:
+        row = find_row("sources", (branch, False), dataset="cub", fit=fit)
+        auroc = f"{row['auroc_nothing']:.2f}" if "auroc_nothing" in row else "-"
         name = f"{branch}, {fit}" if fit else branch
-        lines.append([name, *signed_clamped("sources", branch, fit=fit), auroc])
+        lines.append([name, *signed_clamped("sources", branch, dataset="cub", fit=fit), auroc])
     return table(["map from", "MaxBoxAccV2 signed", "clamped", "knows birds from pets (AUROC)"], lines)
 
 
@@ -199,7 +302,7 @@ def shift() -> str:
 def published() -> str:
     """Return our fidelity and the paper's where data set, network, method and scorer coincide."""
 
-    def line(variant: tuple[str, bool]) -> list[str]:
+    def line(variant: Variant) -> list[str]:
         row = find_row("vgg16", variant, "average_drop:branch", dataset="cub", method="cam")
         names = ("average_drop:branch", "increase_in_confidence:branch")
         return [
@@ -216,6 +319,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "localisation": localisation,
     "gradients": gradients,
     "differences": differences,
+    "background-gain": background_gain,
+    "at-half": at_half,
+    "presence": presence,
+    "ablations": ablations,
     "confidence": confidence,
     "sources": sources,
     "pos-weight": pos_weight,
