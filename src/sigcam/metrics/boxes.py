@@ -77,8 +77,9 @@ def boxes_at(
     height, width = maps.shape[-2:]
     boxes = list[Tensor]()
     masks = maps > threshold if absolute else foreground(maps, threshold)
-    for mask in masks.cpu().numpy():
-        rows = contours(mask)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        found = list(pool.map(contours, masks.cpu().numpy()))
+    for rows in found:
         rows = rows[np.argsort(-rows[:, 4], kind="stable")][: 1 if mode == "largest" else None, :4]
         rows[:, 2:] = np.minimum(rows[:, 2:] + 1, (width - 1, height - 1))
         boxes.append(torch.from_numpy(rows if len(rows) else np.zeros((1, 4), np.int64)).to(maps.device))

@@ -49,9 +49,9 @@ class Quality:
 
 @dataclass(frozen=True)
 class EvidenceQuality:
-    """How well calibrated evidence answers its question on held-out images: half of the cases show the class,
-    a quarter are images of another class (half of them the best other one), a quarter the best class of
-    backgrounds.
+    """How well calibrated evidence answers its question on held-out images: half of the cases show the class;
+    the others, in the proportion 6 : 3 : 2, are any other class of an image, the best class of a background
+    and the best other class of an image.
 
     Args:
         images: held-out images that have a background; the others are left out.

@@ -75,18 +75,26 @@ class BranchCalibration:
 Cases = tuple[Tensor, Tensor, Tensor]  # scores, targets and weights (n,)
 
 
-def evidence_cases(images: Tensor, shown: Tensor, alone: Tensor) -> Cases:
+# How much each kind of absent class counts: any other class of an image, the best class of a background, the
+# best other class of an image.
+EVIDENCE_SHARES = (6.0, 3.0, 2.0)
+
+
+def evidence_cases(
+    images: Tensor, shown: Tensor, alone: Tensor, shares: Sequence[float] = EVIDENCE_SHARES
+) -> Cases:
     """Return the cases of the question that evidence answers. Half of them are images, asked about a class
-    that they show. The others ask about classes that are not there: a quarter about the best class of a
-    background, an eighth about the best other class of an image, an eighth about any other class of an image.
+    that they show. The others ask about classes that are not there, of three kinds (`EVIDENCE_SHARES`).
 
     Args:
         images, shown: scores (n, C) of images, and which classes they show.
         alone: scores (m, C) of backgrounds.
+        shares: of the three kinds.
     """
     best_other = images.masked_fill(shown, -torch.inf).amax(1)
     best_other = best_other[best_other.isfinite()]  # none if the image shows all classes
-    return weighted_cases([(1, images[shown])], [(2, alone.amax(1)), (1, best_other), (1, images[~shown])])
+    kinds = images[~shown], alone.amax(1), best_other
+    return weighted_cases([(1, images[shown])], list(zip(shares, kinds, strict=True)))
 
 
 def weighted_cases(

@@ -10,6 +10,9 @@ from sigcam.core.types import Progress
 from sigcam.network.calibration import evidence_cases, fit_scale
 
 BACKGROUND_CANDIDATES = (3.0, 1.0)  # the strongest first
+# Shares of the kinds of absent classes (`evidence_cases`) when penalties are compared: more of the cases in
+# which they differ, the best class of a background and the best other class, than in the question itself.
+SELECTION_SHARES = (1.0, 2.0, 1.0)
 MIN_HELD_OUT = 50  # images; a choice by fewer would be left to chance
 Found = TypeVar("Found")
 
@@ -52,14 +55,15 @@ def choose_l2(scores: Sequence[tuple[float, Tensor]]) -> tuple[float, float]:
 
 
 def evidence_loss(images: Tensor, targets: Tensor, alone: Tensor) -> tuple[float, float]:
-    """Return the mean log loss of evidence for its question (`evidence_cases`), with one scale and one shift
-    fitted to these cases, and its standard error; infinite if the scores do not separate them.
+    """Return the mean log loss of evidence for its question (`evidence_cases`, `SELECTION_SHARES`), with one
+    scale and one shift fitted to these cases, and its standard error; infinite if the scores do not separate
+    them.
 
     Args:
         images, targets: logits and targets (n, C) of held-out images.
         alone: logits (m, C) of their backgrounds.
     """
-    scores, answers, weights = evidence_cases(images, targets.bool(), alone)
+    scores, answers, weights = evidence_cases(images, targets.bool(), alone, SELECTION_SHARES)
     scale = fit_scale(scores, answers, weights)
     if scale is None:
         return torch.inf, 0.0
