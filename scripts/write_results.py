@@ -223,6 +223,19 @@ def confidence() -> str:
     return by_row([f"{DATASETS[d]}, {titles[m]}" for d, m in columns], *cells, rows=rows)
 
 
+def curves() -> str:
+    """Return insertion and deletion of CAM, where higher and lower are better."""
+
+    def cell(variant: Variant, dataset: str) -> str:
+        row = find_row("table1", variant, "insertion", dataset=dataset, method="cam")
+        return " / ".join(interval(row, name) for name in ("insertion", "deletion"))
+
+    cells = [lambda variant, d=d: cell(variant, d) for d in ("cub", "cars")]
+    heads = [f"{DATASETS[d]}: insertion / deletion" for d in ("cub", "cars")]
+    rows = {variant: name for variant, name in ROWS.items() if variant[1] != "probability"}
+    return by_row(heads, *cells, rows=rows)
+
+
 def signed_clamped(table: str, branch: str, **wanted: Any) -> list[str]:
     """Return MaxBoxAccV2 of signed and of clamped CAM maps."""
     rows = (find_row(table, (branch, clamp), method="cam", **wanted) for clamp in (False, True))
@@ -324,6 +337,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "presence": presence,
     "ablations": ablations,
     "confidence": confidence,
+    "curves": curves,
     "sources": sources,
     "pos-weight": pos_weight,
     "shift": shift,

@@ -47,6 +47,10 @@ def solve_head(
     found = problem.choose()
     rows, unseen, quality = data.with_background(found.background), found.unseen, None
     if unseen is not None:
+        if found.background:  # evidence is calibrated with it, so that its error counts
+            train = rows.training_part()
+            prior = problem.prior(train, found.shared_l2)
+            unseen = problem.solve(train, found.l2, start=unseen, prior=prior, tolerance=None)
         quality = quality_of(*rows.held_out_logits(unseen.logits, net.classes), pos_weight)
     searched = time.perf_counter()
     step = partial(progress, "training") if progress else None
