@@ -22,11 +22,15 @@ EXPECTED: dict[str, tuple[int, int, str, str, tuple[int, int, int]]] = {
     "vgg16-cam-28": (20_459_304, 1_025_000, "fc", "relu", (1024, 28, 28)),
     "resnet50": (25_557_032, 2_049_000, "fc", "layer4", (2048, 14, 14)),
     "resnet50-28": (25_557_032, 2_049_000, "fc", "layer4", (2048, 28, 28)),
+    "resnet50-v1": (25_557_032, 2_049_000, "fc", "layer4", (2048, 14, 14)),
+    "resnet50-v1-7": (25_557_032, 2_049_000, "fc", "layer4", (2048, 7, 7)),
     "inception_v3": (23_834_568, 2_049_000, "fc", "Mixed_7c", (2048, 5, 5)),
     "inception_v3-cam": (26_507_976, 1_025_000, "SPG_A4", "SPG_A3_2b", (1024, 14, 14)),
     "inception_v3-cam-28": (26_507_976, 1_025_000, "SPG_A4", "SPG_A3_2b", (1024, 28, 28)),
 }
-SAME = {"resnet50-cam": "resnet50", "resnet50-cam-28": "resnet50-28"}  # PROTOCOL 1.1: one architecture
+SAME = {  # PROTOCOL 1.1: one architecture
+    f"resnet50{form}-cam{cells}": f"resnet50{form}{cells}" for form in ("", "-v1") for cells in ("", "-28")
+}
 
 
 def count(module: nn.Module) -> int:
@@ -85,6 +89,46 @@ def test_resnet_loses_strides_and_nothing_else() -> None:
         differ = [key for (key, one), other in pairs if repr(one) != repr(other)]
         strided = [f"{stage}.0.{part}" for stage in halved for part in ("conv2", "downsample.0")]
         assert [key for key in differ if isinstance(ours.get_submodule(key), nn.Conv2d)] == strided
+
+
+def first_published_resnet(state: dict[str, Tensor], x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """ResNet-50 as first published, written down: a stage's stride is in its first 1x1 convolution."""
+
+    def layer(name: str, norm: str, x: Tensor, stride: int = 1, padding: int = 0) -> Tensor:
+        x = F.conv2d(x, state[f"{name}.weight"], stride=stride, padding=padding)
+        parts = (state[f"{norm}.{part}"] for part in ("running_mean", "running_var", "weight", "bias"))
+        return F.batch_norm(x, *parts, eps=1e-3)
+
+    x = F.max_pool2d(layer("conv1", "bn1", x, 2, 3).relu(), 3, 2, 1)
+    for stage, (blocks, first_stride) in enumerate(zip((3, 4, 6, 3), strides, strict=True), start=1):
+        for i in range(blocks):
+            block, stride = f"layer{stage}.{i}", first_stride if i == 0 else 1
+            kept = layer(f"{block}.downsample.0", f"{block}.downsample.1", x, stride) if i == 0 else x
+            x = layer(f"{block}.conv1", f"{block}.bn1", x, stride).relu()
+            x = layer(f"{block}.conv2", f"{block}.bn2", x, 1, 1).relu()
+            x = (layer(f"{block}.conv3", f"{block}.bn3", x) + kept).relu()
+    return F.linear(x.mean((2, 3)), state["fc.weight"], state["fc.bias"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "strides"),
+    [("resnet50-v1-7", (1, 2, 2, 2)), ("resnet50-v1", (1, 2, 2, 1)), ("resnet50-v1-cam-28", (1, 2, 1, 1))],
+)
+def test_the_first_published_resnet_is_what_is_written_down_here(name: str, strides: tuple[int, ...]) -> None:
+    model = WSOL_BACKBONES[name].build(5).eval()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):  # small variances, so that the epsilon is seen
+            nn.init.uniform_(module.weight, 0.02, 0.06)
+            nn.init.normal_(module.bias, std=0.1)
+            module.running_var = torch.rand_like(module.weight) * 0.01
+            module.running_mean = torch.randn_like(module.weight) * 0.01
+    nn.init.normal_(model.get_parameter("fc.weight"))
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        wanted = first_published_resnet(model.state_dict(), images, strides)
+        found = model(images)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
 @pytest.mark.slow

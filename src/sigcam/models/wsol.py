@@ -1,7 +1,8 @@
 """The paper's backbones: VGG-16, ResNet-50 and InceptionV3 with finer feature maps (PROTOCOL 1.1, 1.2).
 
 Plain names are for gradient methods, `-cam` for vanilla CAM (global average pooling and one linear layer);
-`-28` has feature maps of 28 x 28 instead of 14 x 14 for images of 224 pixels.
+`-28` has feature maps of 28 x 28 instead of 14 x 14 for images of 224 pixels, `-7` of 7 x 7, as published.
+`resnet50-v1` is ResNet-50 as first published: a stage's stride is in its first convolution, not its second.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,11 +25,11 @@ VGG_LAYERS = [64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M"
 
 @dataclass(frozen=True)
 class Backbone:
-    """A network and the torchvision weights it starts from."""
+    """A network and the published weights it starts from."""
 
     build: Callable[[int], nn.Module]  # from a number of classes to a network with random weights
-    source: str  # torchvision's name of the original network
-    old_file: str  # former name of the weights file
+    source: str  # name of the original network: torchvision's, if it has weights for it
+    old_file: str | None  # former name of torchvision's weights file; None if it has none
     has_head: bool  # whether the published weights include a head for 1000 classes
     head_prefixes: tuple[str, ...]  # of the parameters that are new for any other number of classes
 
@@ -151,13 +152,22 @@ def _init_linear(layer: nn.Linear) -> None:
     nn.init.zeros_(layer.bias)
 
 
-def _resnet(classes: int, *, fine: bool) -> nn.Module:
-    """Return torchvision's ResNet-50 without the stride of layer4 and, if `fine`, of layer3."""
-    model: Any = resnet50(weights=None, num_classes=classes)
-    for stage in (model.layer3, model.layer4) if fine else (model.layer4,):
-        for strided in (stage[0].conv2, stage[0].downsample[0]):
-            strided.stride = (1, 1)
-        stage[0].stride = 1
+def _resnet(classes: int, *, fine: bool, v1: bool = False, native: bool = False) -> nn.Module:
+    """Return torchvision's ResNet-50 without the stride of layer4 and, if `fine`, of layer3.
+
+    Args:
+        v1: strides in a stage's first convolution, and Keras' epsilon: the form of Keras' weights.
+        native: all strides as published.
+    """
+    norm: Any = partial(nn.BatchNorm2d, eps=1e-3) if v1 else nn.BatchNorm2d
+    model: Any = resnet50(weights=None, num_classes=classes, norm_layer=norm)
+    for block in (model.layer2[0], model.layer3[0], model.layer4[0]) if v1 else ():
+        block.conv1.stride, block.conv2.stride = block.conv2.stride, block.conv1.stride
+    flat = () if native else (model.layer3[0], model.layer4[0]) if fine else (model.layer4[0],)
+    for block in flat:
+        for convolution in (block.conv1, block.conv2, block.downsample[0]):
+            convolution.stride = (1, 1)
+        block.stride = 1
     _init_linear(model.fc)
     return model  # type: ignore[no-any-return]
 
@@ -170,9 +180,11 @@ def _inception(classes: int) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-_VGG = ("vgg16", "vgg16-397923af.pth")
-_RESNET = ("resnet50", "resnet50-19c8e357.pth")
-_INCEPTION = ("inception_v3", "inception_v3_google-1a9a5a14.pth")
+_resnet_v1 = partial(_resnet, v1=True)
+_VGG: tuple[str, str | None] = ("vgg16", "vgg16-397923af.pth")
+_RESNET: tuple[str, str | None] = ("resnet50", "resnet50-19c8e357.pth")
+_RESNET_V1: tuple[str, str | None] = ("resnet50-v1", None)
+_INCEPTION: tuple[str, str | None] = ("inception_v3", "inception_v3_google-1a9a5a14.pth")
 WSOL_BACKBONES = {
     f"{name}{suffix}": Backbone(partial(build, fine=bool(suffix)), *source, has_head, head_prefixes)
     for name, build, source, has_head, head_prefixes in (
@@ -180,10 +192,15 @@ WSOL_BACKBONES = {
         ("vgg16-cam", CamVgg, _VGG, False, ("conv6.", "fc.")),
         ("resnet50", _resnet, _RESNET, True, ("fc.",)),
         ("resnet50-cam", _resnet, _RESNET, True, ("fc.",)),
+        ("resnet50-v1", _resnet_v1, _RESNET_V1, True, ("fc.",)),
+        ("resnet50-v1-cam", _resnet_v1, _RESNET_V1, True, ("fc.",)),
         ("inception_v3-cam", CamInception, _INCEPTION, False, ("SPG_",)),
     )
     for suffix in ("", "-28")
-} | {"inception_v3": Backbone(_inception, *_INCEPTION, True, ("fc.",))}
+} | {
+    "resnet50-v1-7": Backbone(partial(_resnet_v1, fine=False, native=True), *_RESNET_V1, True, ("fc.",)),
+    "inception_v3": Backbone(_inception, *_INCEPTION, True, ("fc.",)),
+}
 
 
 def build_wsol(
@@ -201,6 +218,10 @@ def build_wsol(
     if published and num_classes is None and not backbone.has_head:
         remedy = "train one with `sigcam train-classifier`, give --weights (weights=), or num_classes=N"
         raise ModelError(f"{spec} has no published head: {remedy}.")
+    if published and backbone.old_file is None:
+        raise ModelError(
+            f"torchvision has no weights of {spec}: give --weights imagenet, or a file (weights=)."
+        )
     classes = num_classes or IMAGENET_CLASSES
     model = backbone.build(classes)
     if published:
