@@ -177,6 +177,9 @@ def _evaluate_network(options: EvaluateOptions, progress: Progress) -> tuple[Dua
 
 
 def _write_results(result: Result, options: EvaluateOptions) -> None:
+    from sigcam.models.state_dict import weights_facts
+
+    drawn = {} if options.maps else {"weights": weights_facts(options.model, options.weights)}
     write_text_atomic(options.output / "results.json", result.to_json() + "\n")
     write_manifest(
         options.output,
@@ -184,6 +187,7 @@ def _write_results(result: Result, options: EvaluateOptions) -> None:
         split=options.split,
         limit=options.limit,
         **_source(options),
+        **drawn,
         about=result.about,
         left_out=result.left_out,
         skipped=result.skipped,

@@ -69,7 +69,7 @@ def explain_command(options: ExplainOptions) -> None:
     from sigcam.data.registry import open_dataset
     from sigcam.data.sample import data_fingerprint
     from sigcam.methods.folder import ExplainConfig, explain_samples
-    from sigcam.models.state_dict import fingerprint
+    from sigcam.models.state_dict import fingerprint, weights_facts
     from sigcam.network.opening import open_network
     from sigcam.reports.explain_report import explain_page
     from sigcam.reports.html import require_report_extra
@@ -125,6 +125,7 @@ def explain_command(options: ExplainOptions) -> None:
     write_manifest(
         o.output,
         model=opened.classifier.name,
+        weights=weights_facts(o.model, o.weights),
         model_fingerprint=fingerprint(net.original),
         data_fingerprint=data_fingerprint(samples),
         **{name: getattr(o, name) for name in ("branch", "method", "target", "layers", "zoom", "stride")},

@@ -39,7 +39,7 @@ def fit_command(options: FitOptions) -> None:
     from sigcam.core.distributed import process_group, rank, world_size
     from sigcam.data.registry import open_training_data
     from sigcam.data.sample import data_fingerprint, match_classes
-    from sigcam.models.state_dict import fingerprint
+    from sigcam.models.state_dict import fingerprint, weights_facts
     from sigcam.network.opening import open_network
     from sigcam.reports.fit_report import fit_details, fit_summary, plot_fit
     from sigcam.training.branch import fit
@@ -79,6 +79,7 @@ def fit_command(options: FitOptions) -> None:
         write_manifest(
             o.output,
             model=opened.classifier.name,
+            weights=weights_facts(o.model, o.weights),
             model_fingerprint=fingerprint(net.original),
             **source,
             negatives=str(o.negatives) if o.negatives else None,

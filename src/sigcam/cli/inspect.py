@@ -24,6 +24,10 @@ class InspectOptions(
     split: str | None = option("Split of the data; default: all.", None)
     output: Path | None = option("Folder for a contact sheet.", None)
 
+    @property
+    def needs_head(self) -> bool:
+        return False
+
 
 def inspect_command(options: InspectOptions) -> None:
     """Show how a classifier is split (head, layer, map size) and what a data set contains."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from sigcam.cli.running import running
+from sigcam.cli.weights import with_imagenet_weights
 from sigcam.core.errors import ConfigError
 from sigcam.data.registry import list_readers
 
@@ -38,11 +39,20 @@ class SourceOptions(JsonOptions):
         "Classifier: timm:NAME, torchvision:NAME, hf:NAME, wsol:NAME, file:PATH.py:FUNCTION or embedded.",
         "embedded",
     )
-    weights: Path | None = option("Weights of the classifier: .safetensors or .pth.", None)
+    weights: Path | None = option(
+        "Weights of the classifier: .safetensors or .pth; or imagenet: the published ones, from a package if "
+        "torchvision's cannot be downloaded.",
+        None,
+    )
     data: str = option("Folder with one folder of images per class, or `shapes`.")
     format: str | None = option(
         lambda: f"Layout of the data: {', '.join(list_readers())}; default: detected.", None
     )
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether the command needs a trained head."""
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +127,7 @@ def with_options(command: Callable[[Any], None]) -> Callable[..., None]:
     def run(**values: Any) -> None:
         built = _build(options, values)
         with running(built):
-            command(built)
+            command(with_imagenet_weights(built))
 
     parameters = list(_parameters(options))
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -34,6 +34,10 @@ class TrainOptions(opt.SourceOptions, opt.RunOptions, opt.ThreadOptions, opt.Cro
     def resumes(self) -> bool:
         return not self.probe
 
+    @property
+    def needs_head(self) -> bool:
+        return False
+
 
 def train_command(options: TrainOptions) -> None:
     """Train a softmax classifier on a folder, to attach a branch to; an interrupted run continues."""
@@ -42,7 +46,7 @@ def train_command(options: TrainOptions) -> None:
     from sigcam.data.registry import open_training_data, open_validation_data
     from sigcam.data.sample import data_fingerprint
     from sigcam.models.classifier import save_classifier
-    from sigcam.models.state_dict import fingerprint
+    from sigcam.models.state_dict import fingerprint, weights_facts
     from sigcam.network.opening import open_classifier
     from sigcam.training.classifier import train_classifier
     from sigcam.training.linear_probe import train_probe
@@ -65,7 +69,7 @@ def train_command(options: TrainOptions) -> None:
         write_manifest(
             o.output,
             model=o.model,
-            weights=str(o.weights) if o.weights else None,
+            weights=weights_facts(o.model, o.weights) if o.weights or config.pretrained else None,
             data=o.data,
             data_fingerprint=data_fingerprint(train),
             seed=config.seed,

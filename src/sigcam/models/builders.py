@@ -204,6 +204,28 @@ def _imagenet_names() -> tuple[str, ...]:
     return tuple(ResNet18_Weights.DEFAULT.meta["categories"])
 
 
+def download_torchvision(spec: str) -> str:
+    """Download torchvision's weights of a `torchvision:` or `wsol:` model, unless they are there; return the
+    name of their file. ModelError if torchvision has none, or they cannot be downloaded."""
+    from torchvision.models import get_model_weights, list_models
+
+    from sigcam.models.wsol import WSOL_BACKBONES
+
+    scheme, _, name = spec.partition(":")
+    backbone = WSOL_BACKBONES.get(name) if scheme == "wsol" else None
+    if backbone and backbone.old_file:
+        preset = get_model_weights(backbone.source).IMAGENET1K_V1
+        _published(spec, preset, backbone.old_file)
+    elif scheme == "torchvision" and name in list_models():
+        preset = get_model_weights(name).DEFAULT
+        _published(spec, preset)
+    else:
+        raise ModelError(
+            f"torchvision has no weights of {spec}: `sigcam inspect --model {spec}` checks the name."
+        )
+    return str(preset.url.rpartition("/")[2])
+
+
 def _published(spec: str, preset: Any, *other_files: str) -> Mapping[str, Tensor]:
     """Return torchvision's weights from its download folder, also under other names, or download them."""
     folder, name = Path(torch.hub.get_dir(), "checkpoints"), preset.url.rpartition("/")[2]

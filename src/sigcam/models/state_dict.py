@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from sigcam.core.errors import ModelError
 from sigcam.core.files import error_line, parse_json
+from sigcam.core.manifest import versions
 
 log = logging.getLogger(__name__)
 
 WRAPPERS = ("state_dict", "model_state_dict", "model")  # where training scripts save the state dict
+PACKAGE_FACTS = ("package", "version", "registry", "archive", "archive_sha256", "licence", "form")
 PREFIXES = ("module.", "_orig_mod.", "model.")  # added by DataParallel, torch.compile, Lightning
 
 
@@ -59,6 +61,22 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...] | None,
         found = ", ".join(map(str, list(content)[:5])) if keys else type(content).__name__
         raise ModelError(f"{path} holds no state dict but {found or 'nothing'}: save model.state_dict().")
     return dict(content), classes, spec
+
+
+def weights_facts(model: str, path: Path | None) -> Any:
+    """Return what a manifest says of a classifier's weights: the package, its version and the hash of its
+    archive for weights that come by package name; otherwise the path; None for a model's own weights."""
+    if path is None:
+        library = {"package": "torchvision", "version": versions().get("torchvision")}
+        return library if model.startswith(("torchvision:", "wsol:")) else None
+    facts: dict[str, str] = {}
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError, safe_open
+
+        with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            facts = {key: metadata[key] for key in PACKAGE_FACTS if key in metadata}
+    return {"path": str(path), **facts} if "package" in facts else str(path)
 
 
 def match_names(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -20,12 +20,12 @@ class UiOptions:
 
     Args:
         model: classifier: timm:NAME, torchvision:NAME, hf:NAME, wsol:NAME, file:PATH.py:FUNCTION or embedded.
-        weights: weights file of the model.
+        weights: weights file of the model, or imagenet for published ones.
         branch: fitted branch file, softmax or centred; the embedded model comes with a branch.
         data: folder of images to browse, sort and fit on; empty for built-in examples.
         format: layout of the data; guessed if not given.
         compare_model: second model, shown beside the first.
-        compare_weights: weights file of the second model.
+        compare_weights: weights file of the second model, or imagenet.
         compare_branch: second branch, of the same or of the second model.
         host: address to listen on; any but a loopback address needs --auth.
         port: port to listen on.
