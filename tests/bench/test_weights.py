@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import load, load_file
+from safetensors.torch import load, load_file, save_file
 from torch import Tensor, nn
 
 from sigcam.bench import weights
@@ -28,7 +28,11 @@ from sigcam.bench.packages import Package, read_archive
 from sigcam.bench.weight_files import read_arrays, read_tfjs, read_tflite
 from sigcam.bench.weight_names import inception_state, resnet_state, unscaled_inception, vgg_state
 from sigcam.bench.weights import WEIGHT_SOURCES, imagenet_weights, published_form, published_state
+from sigcam.cli.fit import FitOptions
+from sigcam.cli.inspect import InspectOptions
+from sigcam.cli.train import TrainOptions
 from sigcam.cli.weights import with_imagenet_weights
+from sigcam.core.config import TrainConfig
 from sigcam.core.errors import DataError, ModelError
 from sigcam.data.loader import load_batches
 from sigcam.data.registry import open_dataset
@@ -38,6 +42,7 @@ from sigcam.models.classifier import load_classifier
 from sigcam.models.preprocess import IMAGENET_MEAN, IMAGENET_STD
 from sigcam.models.state_dict import weights_facts
 from sigcam.models.wsol import WSOL_BACKBONES
+from sigcam.ui.serve import UiOptions
 from support.commands import run
 from support.weights import archive, tfjs, tflite
 
@@ -617,6 +622,44 @@ def test_models_that_the_word_imagenet_does_not_serve_are_told_so(
     assert run(monkeypatch, *words, "--output", offline / "out") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("options", "head"), [(TrainOptions, False), (InspectOptions, False), (FitOptions, True)]
+)
+def test_only_commands_that_train_or_look_take_a_network_without_a_head(
+    offline: Path, monkeypatch: pytest.MonkeyPatch, options: Any, head: bool
+) -> None:
+    asked = list[bool]()
+
+    def find(model: str, *, head: bool) -> tuple[str, Path]:
+        asked.append(head)
+        raise ModelError("none here")
+
+    monkeypatch.setattr(weights, "imagenet_weights", find)
+    with pytest.raises(ModelError, match="none here"):
+        with_imagenet_weights(options(data="shapes", model="wsol:vgg16-cam", weights=Path("imagenet")))
+    assert asked == [head]
+
+
+def test_random_weights_and_published_ones_exclude_each_other() -> None:
+    config = TrainConfig(pretrained=False)
+    options = TrainOptions(data="x", model="wsol:vgg16-cam", weights=Path("imagenet"), config=config)
+    with pytest.raises(DataError, match="opposites"):
+        with_imagenet_weights(options)
+
+
+def test_the_second_model_of_the_page_has_weights_of_its_own(
+    offline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = offline / "kept.safetensors"
+    facts = {"package": "p", "version": "1", "registry": "npm", "form": "f"}
+    save_file({"a": torch.zeros(1)}, path, facts)
+    monkeypatch.setattr(weights, "imagenet_weights", lambda model, head: (f"{model}-form", path))
+    options = UiOptions(compare_model="wsol:resnet50", compare_weights=Path("imagenet"))
+    found = with_imagenet_weights(options)
+    assert (found.model, found.weights) == ("embedded", None)
+    assert (found.compare_model, found.compare_weights) == ("wsol:resnet50-form", path)
 
 
 def test_a_file_called_imagenet_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,6 @@ WEIGHT_SOURCES = {
         ),
         VGG_FILE,
         _vgg_of,
-        "float32 weights of VGG-16's convolutions; the layers after them are new",
+        "float32 weights of VGG-16's convolutions",
     ),
 }

@@ -17,6 +17,8 @@ def with_imagenet_weights(options: Any) -> Any:
     model by the form of it that these weights are for; say which on stderr."""
     for model_name, weights_name in PAIRS:
         if getattr(options, weights_name, None) == WORD and not WORD.is_file():
+            if getattr(getattr(options, "config", None), "pretrained", True) is False:
+                raise ConfigError("--weights imagenet and --no-pretrained are opposites: give one of them.")
             model = getattr(options, model_name) or getattr(options, "model", None) or "embedded"
             model, weights = _find(model, head=getattr(options, "needs_head", True))
             options = replace(options, **{model_name: model, weights_name: weights})
