@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from sigcam.bench import measure, runner, vgg
+from sigcam.bench import measure, networks, runner, vgg
 from sigcam.bench import tables as bench_run
 from sigcam.bench.figures import qualitative
 from sigcam.bench.networks import network
 from sigcam.bench.overhead import overhead
 from sigcam.bench.paper import PAPER_METHODS, PUBLISHED, ROWS, published_value
-from sigcam.bench.plan import Plan
+from sigcam.bench.plan import INCEPTION, RESNET, Plan
 from sigcam.bench.registry import TABLES, targets
 from sigcam.bench.render import html, markdown, verdict, write_table
 from sigcam.bench.runner import run_bench
@@ -379,10 +379,7 @@ def test_what_was_measured_of_other_files_is_not_taken(
 
 
 @pytest.mark.slow
-def test_another_classifier_is_tried_on_fewer_images_of_each_data_set(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_run, "CURVE_IMAGES", 2)  # a curve costs many passes
+def test_another_classifier_is_tried_on_fewer_images_of_each_data_set(plan: Plan) -> None:
     write_wsol_dataset(plan.data, "cars", seed=1)
     plan = replace(plan, fidelity_images=200, localization_images=None)
     rows = bench_run.other_classifier(plan, ("cub", "cars"), QUIET)
@@ -392,6 +389,34 @@ def test_another_classifier_is_tried_on_fewer_images_of_each_data_set(
         assert len([row for row in unit if "average_drop" in row]) == 5 * count
         assert len([row for row in unit if "max_box_acc_v2" in row]) == 2 * count
         assert {row["images"] for row in mine} == {36}  # all: there are fewer than asked for
+    assert not any({"insertion", "weights"} & row.keys() for row in rows)
+
+
+@pytest.mark.slow
+def test_the_papers_networks_start_from_weights_of_packages_and_say_which(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(3)
+    published = load_classifier(RESNET, pretrained=False).model.state_dict()
+    file, about = tmp_path / "weights.safetensors", {"package": "some", "archive_sha256": "0f"}
+    save_file({name: tensor.contiguous() for name, tensor in published.items()}, file, about)
+    monkeypatch.setattr(networks, "imagenet_weights", lambda spec: (spec, file))
+    plan = replace(plan, backbone=RESNET, train_images=12)
+    opened = networks._open(plan, "cub", QUIET)
+    model = opened.classifier.model
+    assert torch.equal(model.get_parameter("layer4.2.conv3.weight"), published["layer4.2.conv3.weight"])
+    assert len(model.get_parameter("fc.bias")) == len(opened.train.classes) == 3
+    assert networks.packaged_weights(plan) == {"weights": about}
+    measured = list[tuple[str, tuple[str, ...]]]()
+
+    def other(plan: Plan, datasets: Any, progress: Any) -> list[Any]:
+        measured.append((plan.backbone, tuple(datasets)))
+        return []
+
+    monkeypatch.setattr(bench_run, "other_classifier", other)
+    for name in ("resnet50", "inception_v3"):
+        TABLES[name].rows(plan, QUIET)
+    assert measured == [(RESNET, ("cub",)), (INCEPTION, ("cub",))]
 
 
 @pytest.mark.slow

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sigcam.bench.plan import VGG, Plan
+from sigcam.bench.paper import BenchRow
+from sigcam.bench.plan import INCEPTION, RESNET, VGG, Plan
 from sigcam.bench.vgg import open_vgg, pooled_features
+from sigcam.bench.weights import imagenet_weights
 from sigcam.core.checkpoint import work_key
 from sigcam.core.config import FitConfig, TrainConfig
 from sigcam.core.distributed import barrier, rank, single_process, world_size
@@ -19,6 +21,7 @@ from sigcam.core.files import hash_of
 from sigcam.core.types import Progress
 from sigcam.data.sample import Samples, data_fingerprint, files_fingerprint, match_classes
 from sigcam.models.classifier import Classifier, save_classifier
+from sigcam.models.state_dict import weights_facts
 from sigcam.network.attachment import attach, load
 from sigcam.network.dual import DualBranch
 from sigcam.network.identity import classifier_facts
@@ -140,7 +143,8 @@ def _open(plan: Plan, dataset: str, progress: Progress) -> _Opened:
     given = plan.given_classifier(dataset)
     if given or dataset == "ilsvrc":  # trained beforehand, or with its published head
         train = plan.train_samples(dataset, plan.train_images)
-        classifier = open_classifier(plan.backbone, given, crop=False, device=plan.device)
+        weights = given or _packaged(plan)
+        classifier = open_classifier(plan.backbone, weights, crop=False, device=plan.device)
         folder = _folder(plan, f"{dataset}-given", train, classifier, None)
         return _Opened(classifier, train, folder, given=True)
     return _Opened(*_trained(plan, dataset, progress), given=False)
@@ -190,7 +194,8 @@ def _trained(plan: Plan, dataset: str, progress: Progress) -> tuple[Classifier, 
     size: Any = {"crop": False, "device": plan.device, "classes": len(train.classes), "pretrained": False}
     recipe = asdict(STAGES) if plan.classifier_recipe == "stages" else None
     torch.manual_seed(plan.seed)  # for the new head
-    untrained = open_classifier(plan.backbone, None, **size | {"pretrained": plan.backbone != VGG})
+    published = size | {"pretrained": plan.backbone != VGG}
+    untrained = open_classifier(plan.backbone, _packaged(plan), **published)
     name = f"{dataset}-{plan.classifier_recipe}"
     folder = _folder(plan, name, train, untrained, [plan.classifier_recipe, recipe, plan.seed])
     weights = folder / "classifier.safetensors"
@@ -200,6 +205,20 @@ def _trained(plan: Plan, dataset: str, progress: Progress) -> tuple[Classifier, 
     barrier()
     with _stored(weights):
         return open_classifier(plan.backbone, weights, **size), train, folder
+
+
+def packaged_weights(plan: Plan) -> BenchRow:
+    """Return what the rows of a network say of its weights, if these come by package name."""
+    path = _packaged(plan)
+    if path is None:
+        return {}
+    facts = weights_facts(plan.backbone, path)
+    return {"weights": {name: fact for name, fact in facts.items() if name != "path"}}
+
+
+def _packaged(plan: Plan) -> Path | None:
+    """Return the file of ImageNet weights that come by package name; None for a network with others."""
+    return imagenet_weights(plan.backbone)[1] if plan.backbone in (RESNET, INCEPTION) else None
 
 
 def _folder(plan: Plan, name: str, train: Samples, classifier: Classifier, settings: Any) -> Path:

@@ -85,7 +85,7 @@ def published_value(row: BenchRow, table: str, metric: str) -> float | None:
 def _paper_backbone(row: BenchRow) -> str | None:
     """Return the paper's name of the row's network, if the paper used it for the row's method."""
     scheme, _, name = row["backbone"].partition(":")
-    plain = name.removesuffix("-28").removesuffix("-cam")
+    plain = name.removesuffix("-28").removesuffix("-cam").removesuffix("-v1")
     one_form = plain == "resnet50"  # the others have a second form for CAM
     matches = one_form or ("-cam" in name) == (row["method"] == "cam")
     return PAPER_BACKBONES.get(plain) if scheme == "wsol" and matches else None

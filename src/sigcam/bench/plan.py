@@ -15,6 +15,7 @@ from sigcam.data.registry import open_dataset
 from sigcam.data.sample import Samples, check_disjoint
 
 VGG = "wsol:vgg16-cam"
+RESNET, INCEPTION = "wsol:resnet50-v1", "wsol:inception_v3"  # with weights that come by package name
 ABLATION_IMAGES = 500  # test images for ablations and for other classifiers than the plan's
 
 

@@ -149,6 +149,19 @@ TABLES: dict[str, TableSpec] = {
         "sigcam.bench.tables:vgg16",
         FINE_DATASETS,
     ),
+    "resnet50": _other_classifier(
+        "The paper's ResNet-50",
+        "the paper's ResNet-50 with published ImageNet weights: a linear probe on `cub`, `cars`, "
+        "`openimages` and `pets`, its own head on `ilsvrc`",
+        "sigcam.bench.tables:resnet50",
+        DATASETS,
+    ),
+    "inception_v3": _other_classifier(
+        "The paper's InceptionV3 for gradient methods",
+        "the paper's InceptionV3 with published ImageNet weights (8-bit, dequantised), in the same way",
+        "sigcam.bench.tables:inception_v3",
+        DATASETS,
+    ),
 }
 OTHER_TARGETS = {
     "overhead": "parameters, milliseconds per image and seconds of training, without and with the branch",

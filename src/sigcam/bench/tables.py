@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from sigcam.bench.measure import evaluate_rows, logit_shift, presence, with_presence
-from sigcam.bench.networks import BranchFit, networks, paper_fit, table_fits
+from sigcam.bench.networks import BranchFit, networks, packaged_weights, paper_fit, table_fits
 from sigcam.bench.paper import CURVES, FIDELITY, FIRST_BOX, HEADS, PAPER_METHODS, BenchRow
-from sigcam.bench.plan import VGG, Plan
+from sigcam.bench.plan import INCEPTION, RESNET, VGG, Plan
 from sigcam.bench.registry import DATASETS, FINE_DATASETS, MASKED_DATASETS
 from sigcam.core.distributed import world_size
 from sigcam.core.errors import ConfigError, DataError
@@ -119,6 +119,16 @@ def vgg16(plan: Plan, progress: Progress) -> list[BenchRow]:
     return other_classifier(replace(plan, backbone=VGG), plan.available(FINE_DATASETS)[:1], progress)
 
 
+def resnet50(plan: Plan, progress: Progress) -> list[BenchRow]:
+    """The paper's ResNet-50 with published weights; a linear probe, on ImageNet its own head."""
+    return other_classifier(replace(plan, backbone=RESNET), plan.available(DATASETS), progress)
+
+
+def inception_v3(plan: Plan, progress: Progress) -> list[BenchRow]:
+    """The paper's InceptionV3 for gradient methods with published weights, in the same way."""
+    return other_classifier(replace(plan, backbone=INCEPTION), plan.available(DATASETS), progress)
+
+
 def other_classifier(plan: Plan, datasets: Sequence[str], progress: Progress) -> list[BenchRow]:
     """Fidelity and localisation of another classifier, on fewer images and without zoom."""
     few = plan.fidelity_images and min(plan.fidelity_images, OTHER_FIDELITY_IMAGES)
@@ -126,27 +136,29 @@ def other_classifier(plan: Plan, datasets: Sequence[str], progress: Progress) ->
     rows = list[BenchRow]()
     for dataset in datasets:
         if dataset in FINE_DATASETS:
-            rows += fidelity_rows(plan, dataset, progress)
+            rows += fidelity_rows(plan, dataset, progress, curves=False)  # which cost more than all else
         rows += localization_rows(plan, dataset, progress)
-    return rows
+    about = packaged_weights(plan)
+    return [row | about for row in rows]
 
 
-def fidelity_rows(plan: Plan, dataset: str, progress: Progress) -> list[BenchRow]:
-    """How much confidence masked images keep; of CAM, also insertion and deletion on some of the images."""
+def fidelity_rows(plan: Plan, dataset: str, progress: Progress, *, curves: bool = True) -> list[BenchRow]:
+    """How much confidence masked images keep; with `curves`, also insertion and deletion of CAM on some of
+    the images."""
     net, others = _table_networks(plan, dataset, progress)
     settings = ALL_VARIANTS | {"methods": methods_for(net), "metrics": FIDELITY, "others": others}
     settings |= {"scorers": ("softmax", "branch")}
     samples = plan.samples(dataset, "test", plan.fidelity_images)
     name = f"{plan.slug}-{dataset}"
     rows = evaluate_rows(plan, f"confidence-{name}", net, dataset, samples, progress, **settings)
-    if CURVE_METHOD not in methods_for(net):
+    if not curves or CURVE_METHOD not in methods_for(net):
         return rows
     full = plan.fidelity_images is None
     few = samples if full else plan.samples(dataset, "test", min(CURVE_IMAGES, len(samples)))
     settings = MAP_VARIANTS | {"methods": (CURVE_METHOD,), "metrics": CURVES, "others": others}
     settings |= {"curve_steps": FULL_CURVE_STEPS if full else CURVE_STEPS}
-    curves = evaluate_rows(plan, f"curves-{name}", net, dataset, few, progress, **settings)
-    by_variant = {_variant_of(row): row for row in curves}
+    curve_rows = evaluate_rows(plan, f"curves-{name}", net, dataset, few, progress, **settings)
+    by_variant = {_variant_of(row): row for row in curve_rows}
     return [_with_curves(row, by_variant.get(_variant_of(row))) for row in rows]
 
 
