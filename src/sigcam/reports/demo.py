@@ -150,7 +150,8 @@ def run_demo(
         "fit_seconds": round(sum({**fitted.seconds, **features.seconds}.values()), 1),
     }
     figures = {name: output / f"{name}.png" for name in ("absent", "distortions", "maps")}
-    write_png(figures["absent"], absence_figure(net, test[:64], scenes(min(64, test_images), seed=seed)))
+    empty = scenes(min(64, test_images), seed=seed)
+    write_png(figures["absent"], absence_figure(nets["negatives"], test[:64], empty))
     write_png(figures["maps"], maps_figure(net, test[:64]))
     write_png(figures["distortions"], distortions_figure(net, test[:64]))
     if can_report():
@@ -269,7 +270,8 @@ def demo_page(
     )
     captions = {
         "absent": "The first correctly predicted picture of some classes, and the same scene without its "
-        "bird. The softmax head's map is stretched to its own range; probabilities have one scale for all.",
+        "bird. The softmax head's map is stretched to its own range; probabilities have one scale for all. "
+        "The branch is the one that also learned from empty scenes.",
         "distortions": "The softmax head shifted in two ways that change no probability; the sigmoid "
         "branch has no such freedom.",
         "maps": "Input, the object's mask, and the same method on both heads.",
