@@ -86,7 +86,7 @@ def test_evidence_is_fitted_to_its_question_and_maps_to_images_against_backgroun
         return slow_scale(*(torch.cat(column) for column in zip(*parts, strict=True)), smoothing)
 
     shown, best_other = (z[own], 1.0, 1 / 2), z.masked_fill(own, -torch.inf).amax(1)
-    absent = (z[~own], 0.0, 1 / 4), (b.amax(1), 0.0, 1 / 6), (best_other, 0.0, 1 / 12)
+    absent = (z[~own], 0.0, 6 / 22), (b.amax(1), 0.0, 3 / 22), (best_other, 0.0, 2 / 22)
     evidence, maps = found.evidence_scale(), found.map_scale()
     assert evidence is not None and maps is not None
     assert (evidence.scale, evidence.shift) == pytest.approx(

@@ -79,9 +79,9 @@ def evidence_by_loop(
             label = int(labels[i])
             others = [logit[i, "image"][k] for k in range(4) if k != label]
             rows.append((i, logit[i, "image"][label], True, 1 / 2 / n))
-            rows.append((i, max(logit[i, "alone"]), False, 1 / 6 / n))
-            rows.append((i, max(others), False, 1 / 12 / n))
-            rows += [(i, z, False, 1 / 4 / (3 * n)) for z in others]
+            rows.append((i, max(logit[i, "alone"]), False, 3 / 22 / n))
+            rows.append((i, max(others), False, 2 / 22 / n))
+            rows += [(i, z, False, 6 / 22 / (3 * n)) for z in others]
         return rows
 
     scales = {}

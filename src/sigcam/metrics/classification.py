@@ -49,9 +49,9 @@ class Quality:
 
 @dataclass(frozen=True)
 class EvidenceQuality:
-    """How well calibrated evidence answers its question on held-out images: half of the cases show the class,
-    a third are other classes of an image (a quarter of them the best one), a sixth the best class of a
-    background.
+    """How well calibrated evidence answers its question on held-out images: half of the cases show the class;
+    the others, in the proportion 6 : 3 : 2, are any other class of an image, the best class of a background
+    and the best other class of an image.
 
     Args:
         images: held-out images that have a background; the others are left out.

@@ -174,7 +174,7 @@ def _plot_evidence(axes: Any, result: FitResult) -> None:
     )
     axes.text(0.04, 0.96, shares, va="top", transform=axes.transAxes)
     axes.set(title="reliability of evidence (larger dots: more cases)")
-    question = "evidence\n(half of the cases show the class, a third another, a sixth none)"
+    question = "evidence\n(half of the cases show the class, the others another one or none)"
     axes.set(xlabel=question, ylabel="share of cases that show the class")
 
 
