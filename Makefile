@@ -23,6 +23,7 @@ docs: .venv/dev.done
 	@echo "look at build/site/index.html"
 
 bench: .venv/dev.done
+	@$(BIN)/python benchmarks/start.py
 	@$(BIN)/python benchmarks/maps.py
 	@$(BIN)/python benchmarks/metrics.py
 	@$(BIN)/python benchmarks/fit.py
@@ -30,12 +31,12 @@ bench: .venv/dev.done
 .venv/demo.done: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv
 	@echo "installing sigcam into .venv (a few minutes, once) ..."
-	@$(PIP) install --quiet --constraint constraints.txt --editable '.[embedded,report]' 2>.venv/install.log || (cat .venv/install.log; exit 1)
+	@$(PIP) install --quiet --constraint constraints.txt --editable '.[embedded,report,examples]' 2>.venv/install.log || (cat .venv/install.log; exit 1)
 	@touch $@
 
 .venv/dev.done: .venv/demo.done
 	@echo "installing what the tests need ..."
-	@$(PIP) install --quiet --constraint constraints.txt --editable '.[embedded,report,ui,hf,docs,dev]' 2>.venv/install.log || (cat .venv/install.log; exit 1)
+	@$(PIP) install --quiet --constraint constraints.txt --editable '.[embedded,report,examples,ui,hf,lightning,docs,dev]' 2>.venv/install.log || (cat .venv/install.log; exit 1)
 	@touch $@
 
 clean:

@@ -267,6 +267,8 @@ BUDGETS = [
     ("vgg16", 8, GRAD_CAM, "sigcam, optimize=True", "plain", 0.85),
     ("resnet50", 8, "all classes", "sigcam", "plain", 1.10),
     ("resnet50", 1, "ablation-cam", "sigcam", "pytorch-grad-cam", 0.01),
+    ("resnet50", 1, "score-cam", "sigcam", "pytorch-grad-cam", 0.70),
+    ("efficientnet_lite0", 1, "score-cam", "sigcam", "pytorch-grad-cam", 0.45),
 ]
 
 

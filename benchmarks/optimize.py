@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from sigcam.network.optimize import _fold_batchnorm, _fuse_activations, _pack_convolutions
+from sigcam.network.optimize import _fold_batchnorm, _fuse_activations, _pack_layers
 
 REPEATS = 9
 
@@ -40,7 +40,7 @@ def variants(model: nn.Module, images: Tensor) -> dict[str, tuple[Callable[[Tens
     ways: dict[str, tuple[Callable[[Tensor], object], float]] = {}
     ways["channels-last"] = copy.deepcopy(model).to(memory_format=torch.channels_last), 0.0  # type: ignore[call-overload]
     best, seconds, name = copy.deepcopy(model), 0.0, "as it is"
-    for step in (_fold_batchnorm, _pack_convolutions, _fuse_activations):
+    for step in (_fold_batchnorm, _pack_layers, _fuse_activations):
         best, start = copy.deepcopy(best), time.perf_counter()
         step(best, images[:1], ())
         seconds += time.perf_counter() - start

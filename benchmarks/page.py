@@ -78,15 +78,18 @@ class Visitor(threading.Thread):
 
     def view_image(self) -> None:
         """Upload, drag, change, download."""
-        controls = (SOURCES, ["grad-cam"], "evidence", True, 0.4, 0.0)
+        controls = (SOURCES, ["grad-cam"], "absolute", 0.5, 0.0)
         self.timed("upload", lambda: self.call_queued("upload", self.upload(), *controls))
         for _ in range(15):
             self.timed("threshold", lambda: self.call("set_threshold", round(self.random.random(), 2)))
         for _ in range(15):
             self.timed("delta", lambda: self.call("set_delta", round(self.random.uniform(-5, 5), 1)))
-        classes, kind = self.random.sample(range(1000), 2), self.random.choice(["evidence", "signed"])
+        classes, scale = (
+            self.random.sample(range(1000), 2),
+            self.random.choice(["unit", "signed", "absolute"]),
+        )
         method = self.random.choice(["cam", "grad-cam", "layer-cam", "grad-cam++"])
-        self.timed("redraw", lambda: self.call_queued("redraw", classes, SOURCES, [method], kind, True))
+        self.timed("redraw", lambda: self.call_queued("redraw", classes, SOURCES, [method], scale))
         self.timed("files", lambda: self.call_queued("download"))
 
     def timed(self, name: str, send: Callable[[], None]) -> None:

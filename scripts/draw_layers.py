@@ -13,6 +13,7 @@ DESCRIPTIONS = {
     "cli": "the sigcam command: one file per command, typer and rich",
     "bench": "the paper's tables and figures",
     "ui": "the web page (gradio)",
+    "callbacks": "maps while Lightning or Trainer trains",
     "reports": "results to one self-contained HTML file",
     "evaluation": "a network and annotated samples to a Result",
     "methods": "a forward pass to an Explanation",

@@ -9,7 +9,7 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
-from write_results import CONTRAST_ROWS, ROOT, rows_of, variant_of
+from write_results import CASES, CLAIM_ROWS, CONTRAST_ROWS, ROOT, metric_of, row_or_none, rows_of, variant_of
 from write_results import ROWS as NAMES
 
 COLOURS = {"softmax": "#9a6a00", "centred": "#5b5bd6", "sigmoid": "#0a7d55"}
@@ -54,6 +54,40 @@ def localisation() -> None:
     legend = "percent; filled: the network's own size, hollow: images twice as large"
     figure.text(0.6, 0.02, legend, ha="center", fontsize=10)
     save(figure, "results-localisation")
+
+
+def claim() -> None:
+    """Plot the paper's comparison, its control and background evidence for every network and data set."""
+    counts = [sum(dataset in case.datasets for case in CASES) for dataset in TITLES]
+    figure, axes = plt.subplots(
+        len(TITLES), 1, figsize=(10, 0.42 * sum(counts) + 2.6), height_ratios=[c + 0.8 for c in counts]
+    )
+    marks = ["o", "D", "s", "^"]
+    for axis, (dataset, title) in zip(axes, TITLES.items(), strict=True):
+        cases = [case for case in CASES if dataset in case.datasets]
+        for y, case in enumerate(cases):
+            values = list[float]()
+            for mark, (variant, name) in zip(marks, CLAIM_ROWS.items(), strict=True):
+                row = row_or_none(case, variant, dataset)
+                if row is None:
+                    continue
+                value, (low, high) = row[metric_of(dataset)], row["intervals"][metric_of(dataset)]
+                colour = COLOURS[variant[0]]
+                face = colour if variant[1] else "white"
+                axis.plot([low, high], [y, y], color=colour, linewidth=1, alpha=0.5)
+                axis.plot(value, y, mark, color=colour, markerfacecolor=face, markersize=6.5, label=name)
+                values.append(value)
+            axis.plot([min(values), max(values)], [y, y], color="#cccccc", linewidth=1, zorder=0)
+        axis.set_yticks(range(len(cases)), [case.name for case in cases], fontsize=9)
+        axis.set_ylim(len(cases) - 0.4, -0.6)
+        axis.set_title(title, fontsize=11, loc="left")
+        axis.grid(axis="x", color="#dddddd")
+        axis.set_axisbelow(True)
+    handles, labels = axes[0].get_legend_handles_labels()
+    legend = dict(zip(labels, handles, strict=True))
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    figure.legend(legend.values(), legend, ncol=4, frameon=False, loc="lower center", fontsize=10)
+    save(figure, "results-claim")
 
 
 def fidelity() -> None:
@@ -134,6 +168,7 @@ def sources() -> None:
 if __name__ == "__main__":
     mpl.rcParams |= {"svg.fonttype": "none", "font.family": "sans-serif", "figure.facecolor": "white"}
     mpl.rcParams["svg.hashsalt"] = "sigcam"
+    claim()
     localisation()
     fidelity()
     sources()

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "docs/results.md", ROOT / "README.md")
@@ -262,6 +262,145 @@ def pos_weight() -> str:
     return table(["positive weight", "signed", "clamped"], lines)
 
 
+class Case(NamedTuple):
+    """A network with a classifier on top, and where its rows are."""
+
+    name: str
+    table: str
+    datasets: tuple[str, ...]
+    kind: str | None = None  # the rows' classifier; None where the table has one for each data set
+
+    def row(self, variant: Variant, dataset: str, method: str = "cam") -> Row:
+        """Return the row of localisation at the network's own size."""
+        wanted: dict[str, Any] = {"pos_weight": None, "fit": None, "method": method, "zoom": 1.0}
+        wanted |= {"classifier": self.kind} if self.kind else {}
+        return find_row(self.table, variant, metric_of(dataset), dataset=dataset, **wanted)
+
+
+PROBE, TRAINED, PUBLISHED = "a linear probe", "last stage trained", "as published"
+PAPER_NETWORKS = {"resnet50": "ResNet-50", "inception_v3": "InceptionV3", "vgg16": "VGG-16"}
+CASES = (
+    Case("EfficientNet-Lite0, probe", "table2", ("cub", "cars", "pets"), PROBE),
+    Case("EfficientNet-Lite0, last stages", "stages", ("cub",)),
+    Case("EfficientNet-Lite2, probe", "lite2", ("cub", "cars", "pets")),
+    Case("ResNet-50, probe", "resnet50", ("cub", "cars", "pets"), PROBE),
+    Case("ResNet-50, last stage", "resnet50", ("cub", "cars"), TRAINED),
+    Case("InceptionV3, probe", "inception_v3", ("cub", "cars", "pets"), PROBE),
+    Case("InceptionV3, last stage", "inception_v3", ("cub", "cars"), TRAINED),
+    Case("VGG-16, conv6 and fc", "vgg16", ("cub", "cars", "pets")),
+    Case("EfficientNet-Lite0, published head", "table2", ("ilsvrc",), PUBLISHED),
+    Case("ResNet-50, published head", "resnet50", ("ilsvrc",), PUBLISHED),
+    Case("InceptionV3, published head", "inception_v3", ("ilsvrc",), PUBLISHED),
+)
+
+
+CLAIM_ROWS: dict[Variant, str] = {
+    ("softmax", False): "softmax, signed",
+    ("softmax", True): "softmax, clamped",
+    PAPER_METHOD: "sigmoid, clamped",
+    ("sigmoid + background", True): "sigmoid + background, clamped",
+}
+
+
+def claim() -> str:
+    """Return the paper's comparison and its controls for every network and data set, with CAM."""
+    shown = CLAIM_ROWS
+    lines = list[list[str]]()
+    for dataset, title in DATASETS.items():
+        for case in CASES:
+            if dataset not in case.datasets:
+                continue
+            held, metric = {v: row_or_none(case, v, dataset) for v in shown}, metric_of(dataset)
+            numbers = [f"{row[metric]:.1f}" if row else "-" for row in held.values()]
+            ours = case.row(PAPER_METHOD, dataset)
+            gains = [between(ours[which][metric]) for which in ("delta", "beside")]
+            name = f"{title.replace(' (PxAP)', '')}: {case.name}"
+            lines.append([name, f"{ours['top1_cls']:.1f}", *numbers, *gains])
+    gain_heads = ["the paper's gain", "of it beyond clamping"]
+    return table(["CAM of", "top-1", *shown.values(), *gain_heads], lines)
+
+
+def row_or_none(case: Case, variant: Variant, dataset: str) -> Row | None:
+    """Return the row, None if the table has no such variant."""
+    known = {(row["dataset"], *variant_of(row)) for row in rows_of(case.table)}
+    return case.row(variant, dataset) if (dataset, *variant) in known else None
+
+
+def cells_of(name: str) -> list[Row]:
+    """Return the cells in which a network is compared with the paper."""
+    held = json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text())
+    cells: list[Row] = held["agreement"]
+    return cells
+
+
+def agreement() -> str:
+    """Return how many cells have the paper's direction, by network, classifier and table."""
+    groups = dict[str, list[Row]]()
+    for name, title in PAPER_NETWORKS.items():
+        for cell in cells_of(name):
+            kind = "Table 1" if ":branch" in cell["metric"] else "Table 2"
+            groups.setdefault(f"{title}, {cell['classifier']}, {kind}", []).append(cell)
+    groups["all"] = [cell for cells in groups.values() for cell in cells]
+    lines = list[list[str]]()
+    for name, cells in groups.items():
+        certain = [cell for cell in cells if cell["certain"]]
+        scored = [cell for cell in cells if cell["same_scorer"]]
+        same = sum((cell["paper"][1] - cell["paper"][0]) * cell["same_scorer"][0] > 0 for cell in scored)
+        lines.append(
+            [
+                name,
+                f"{sum(cell['agrees'] for cell in cells)} of {len(cells)}",
+                f"{sum(cell['agrees'] for cell in certain)} of {len(certain)}",
+                f"{same} of {len(scored)}" if scored else "-",
+            ]
+        )
+    return table(["cells", "the paper's direction", "where ours is certain", "by one scorer"], lines)
+
+
+def cells() -> str:
+    """Return every number that the paper and we have of both sides of its comparison."""
+    titles = {"cub": "CUB", "cars": "Cars", "ilsvrc": "ImageNet"}
+    words = {
+        "average_drop:branch": "average drop",
+        "increase_in_confidence:branch": "increase",
+        "max_box_acc_v2": "MaxBoxAccV2",
+        "gt_known_loc_first": "GT-known",
+        "top1_loc_first": "Top-1 loc.",
+    }
+    lines = list[list[str]]()
+    for name, title in PAPER_NETWORKS.items():
+        for cell in cells_of(name):
+            place = f"{title}, {cell['classifier']}: {titles[cell['dataset']]}, {cell['method']}"
+            paper, here = cell["paper"], cell["difference"]
+            sign = "yes" if cell["agrees"] else "**no**"
+            lines.append(
+                [
+                    f"{place}, {words[cell['metric']]}",
+                    f"{paper[1] - paper[0]:+.1f}",
+                    between(here),
+                    between(cell["same_scorer"]) if cell["same_scorer"] else "-",
+                    sign if cell["certain"] else f"{sign}, uncertain",
+                ]
+            )
+    head = ["cell", "the paper's difference", "ours, scored as in the paper", "ours, one scorer"]
+    return table([*head, "agrees"], lines)
+
+
+def paper_weights() -> str:
+    """Return what the positive weight does when the branch is solved for and by the paper's recipe."""
+    lines = list[list[str]]()
+    for name, title in PAPER_NETWORKS.items():
+        rows = [row for row in rows_of(name) if "pos_weight" in row and row["method"] == "cam"]
+        for dataset, fit in dict.fromkeys((row["dataset"], row.get("fit")) for row in rows):
+            held = [row for row in rows if (row["dataset"], row.get("fit")) == (dataset, fit)]
+            by_weight = dict[int, dict[bool, float]]()
+            for row in held:
+                by_weight.setdefault(row["pos_weight"], {})[row["clamp"]] = row["max_box_acc_v2"]
+            texts = [f"{both[False]:.1f} / {both[True]:.1f}" for both in by_weight.values()]
+            lines.append([f"{title}, {DATASETS[dataset]}, {fit or 'solved'}", *texts])
+    return table(["signed / clamped", "1", "half of C - 1", "C - 1"], lines)
+
+
 def classifier(name: str) -> str:
     """Return the localisation of CAM and the fidelity of Grad-CAM for another classifier."""
     datasets = [d for d in DATASETS if any(row["dataset"] == d for row in rows_of(name))]
@@ -295,13 +434,10 @@ def classifier(name: str) -> str:
 def shift() -> str:
     """Return the logit shift of each classifier, and what centring gains."""
     lines = list[list[str]]()
-    cases = [("EfficientNet-Lite0", "table2", d) for d in DATASETS]
-    cases += [("EfficientNet-Lite2", "lite2", d) for d in ("cub", "cars", "pets")]
-    cases += [("EfficientNet-Lite0, last stages", "stages", "cub"), ("VGG-16", "vgg16", "cub")]
-    for name, table_name, dataset in cases:
-        row = find_row(
-            table_name, ("centred", False), metric_of(dataset), dataset=dataset, method="cam", zoom=1.0
-        )
+    for case, dataset in (
+        (case, dataset) for dataset in DATASETS for case in CASES if dataset in case.datasets
+    ):
+        name, row = case.name, case.row(("centred", False), dataset)
         lines.append(
             [
                 f"{DATASETS[dataset]}: {name}",
@@ -310,22 +446,6 @@ def shift() -> str:
             ]
         )
     return table(["classifier", "mean row, of a row's length", "centring gives"], lines)
-
-
-def published() -> str:
-    """Return our fidelity and the paper's where data set, network, method and scorer coincide."""
-
-    def line(variant: Variant) -> list[str]:
-        row = find_row("vgg16", variant, "average_drop:branch", dataset="cub", method="cam")
-        names = ("average_drop:branch", "increase_in_confidence:branch")
-        return [
-            ROWS[variant],
-            *(" / ".join(f"{source[n]:.1f}" for n in names) for source in (row, row["published"])),
-        ]
-
-    return table(
-        ["CAM, scored by its own branch", "here", "the paper"], [line(("softmax", False)), line(PAPER_METHOD)]
-    )
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -341,8 +461,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "sources": sources,
     "pos-weight": pos_weight,
     "shift": shift,
-    "published": published,
-    **{name: partial(classifier, name) for name in ("vgg16", "lite2", "stages")},
+    "claim": claim,
+    "agreement": agreement,
+    "cells": cells,
+    "paper-weights": paper_weights,
+    **{name: partial(classifier, name) for name in ("lite2", "stages")},
 }
 
 

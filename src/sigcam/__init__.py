@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from sigcam import bootstrap as bootstrap
+    from sigcam import callbacks as callbacks
     from sigcam import metrics as metrics
     from sigcam.core.config import FitConfig as FitConfig
     from sigcam.core.errors import AttachError as AttachError
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from sigcam.methods.registry import list_methods as list_methods
     from sigcam.models.classifier import load_classifier as load_classifier
     from sigcam.network.attachment import attach as attach
-    from sigcam.network.attachment import load as load
+    from sigcam.network.branch_file import load as load
     from sigcam.network.dual import Branches as Branches
     from sigcam.network.dual import DualBranch as DualBranch
     from sigcam.training.branch import FitResult as FitResult
@@ -71,14 +72,15 @@ _HOMES = {
     "methods.explanation": ("Explanation",),
     "methods.registry": ("list_methods",),
     "models.classifier": ("load_classifier",),
-    "network.attachment": ("attach", "load"),
+    "network.attachment": ("attach",),
+    "network.branch_file": ("load",),
     "network.dual": ("Branches", "DualBranch"),
     "training.branch": ("FitResult", "fit"),
     "training.features": ("Features",),
     "training.loss": ("balanced_bce",),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
-_MODULES = ("bootstrap", "metrics")  # public as modules
+_MODULES = ("bootstrap", "callbacks", "metrics")  # public as modules
 __all__ = [*sorted([*_MODULE_OF, *_MODULES]), "__version__"]
 
 

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from sigcam.bench import measure, networks, runner, vgg
+from sigcam.bench import measure, runner
 from sigcam.bench import tables as bench_run
 from sigcam.bench.figures import qualitative
 from sigcam.bench.networks import network
 from sigcam.bench.overhead import overhead
 from sigcam.bench.paper import PAPER_METHODS, PUBLISHED, ROWS, published_value
-from sigcam.bench.plan import INCEPTION, RESNET, Plan
+from sigcam.bench.plan import Plan
 from sigcam.bench.registry import TABLES, targets
 from sigcam.bench.render import html, markdown, verdict, write_table
 from sigcam.bench.runner import run_bench
@@ -393,33 +393,6 @@ def test_another_classifier_is_tried_on_fewer_images_of_each_data_set(plan: Plan
 
 
 @pytest.mark.slow
-def test_the_papers_networks_start_from_weights_of_packages_and_say_which(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(3)
-    published = load_classifier(RESNET, pretrained=False).model.state_dict()
-    file, about = tmp_path / "weights.safetensors", {"package": "some", "archive_sha256": "0f"}
-    save_file({name: tensor.contiguous() for name, tensor in published.items()}, file, about)
-    monkeypatch.setattr(networks, "imagenet_weights", lambda spec: (spec, file))
-    plan = replace(plan, backbone=RESNET, train_images=12)
-    opened = networks._open(plan, "cub", QUIET)
-    model = opened.classifier.model
-    assert torch.equal(model.get_parameter("layer4.2.conv3.weight"), published["layer4.2.conv3.weight"])
-    assert len(model.get_parameter("fc.bias")) == len(opened.train.classes) == 3
-    assert networks.packaged_weights(plan) == {"weights": about}
-    measured = list[tuple[str, tuple[str, ...]]]()
-
-    def other(plan: Plan, datasets: Any, progress: Any) -> list[Any]:
-        measured.append((plan.backbone, tuple(datasets)))
-        return []
-
-    monkeypatch.setattr(bench_run, "other_classifier", other)
-    for name in ("resnet50", "inception_v3"):
-        TABLES[name].rows(plan, QUIET)
-    assert measured == [(RESNET, ("cub",)), (INCEPTION, ("cub",))]
-
-
-@pytest.mark.slow
 def test_last_stages_learn_and_what_is_before_them_does_not(plan: Plan) -> None:
     plan = replace(plan, backbone="embedded", fidelity_images=2, localization_images=4)
     rows = bench_run.stages(plan, QUIET)
@@ -442,42 +415,6 @@ def test_overhead_counts_parameters_and_times_training_of_both(plan: Plan) -> No
     assert all(value > 0 for value in held["training"].values())
     for shown in ((plan.output / "overhead.md").read_text(), html([held], [])):
         assert "20.46 / 21.49" in shown and "batches of 8" in shown  # the paper's; ours
-
-
-# --- the paper's VGG-16 ---
-
-
-@pytest.mark.slow
-def test_what_enters_the_last_layer_comes_from_the_cells_without_the_convolutions(
-    plan: Plan, tmp_path: Path
-) -> None:
-    train = plan.samples("cub", "train", 3)
-    classifier = load_classifier(vgg.VGG, num_classes=3, pretrained=False)
-    pooled = vgg.pooled_features(classifier, train, tmp_path / "features", QUIET)
-    net = attach(classifier.model)
-    images = torch.stack([classifier.transform(sample.open()) for sample in train])
-    with torch.no_grad():
-        wanted = net(images).pooled
-    assert pooled.views[0].shape == (3, 1024)
-    assert torch.allclose(pooled.views[0], wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max()))
-    before = [p.detach().clone() for p in vgg._tail(classifier.model).parameters()]  # type: ignore[arg-type]
-    losses = vgg._train_tail(
-        vgg._tail(classifier.model),  # type: ignore[arg-type]
-        vgg.conv_features(classifier, train, tmp_path / "features", QUIET),
-        seed=0,
-        progress=QUIET,
-    )
-    assert len(losses) == vgg.TAIL_EPOCHS and losses[-1] < losses[0]
-    after = list(vgg._tail(classifier.model).parameters())  # type: ignore[arg-type]
-    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    stages: list[str] = []
-    vgg.pooled_features(
-        classifier,
-        train,
-        tmp_path / "features",
-        lambda stage, done, total: stages.append(f"{done} of {total}"),
-    )
-    assert stages == ["3 of 3"]  # what was trained since does not run the convolutions again
 
 
 def test_bad_targets_and_folders_are_refused(plan: Plan, tmp_path: Path) -> None:

@@ -42,9 +42,9 @@ def test_fit_then_explain_writes_overlay_map_scores_and_manifest(monkeypatch, pl
     (row,) = json.loads(capsys.readouterr().out)
     assert row["class_name"] in ("cat", "dog") and 0 <= row["evidence"] <= 1
     values = np.load(place / "out" / "0.map.npy")
-    assert values.shape == (224, 224) and values.max() == 1
+    assert values.shape == (40, 56) and 0 < values.max() <= 1  # the picture's own size
     with Image.open(place / "out" / "0.map.png") as overlay:
-        assert overlay.size == (224, 224)
+        assert overlay.size == (56, 40)
     assert json.loads((place / "out" / "explanation.json").read_text()) == [row]
     assert json.loads((place / "out" / "manifest.json").read_text())["numbers"] == [row]
 
@@ -138,6 +138,39 @@ def test_explain_refuses_what_it_cannot_open(monkeypatch, place, capsys):
     assert "did you mean 'grad-cam'" in refuses(
         monkeypatch, capsys, "explain", place / "data" / "cat", *common, "--method", "grad-camm"
     )
+
+
+@pytest.mark.slow
+def test_examples_classes_scale_and_further_rows_are_said(monkeypatch, place, capsys):
+    common = ("--model", spec(place), "--branch", "centred", "--output", place / "o")
+    assert run(monkeypatch, "explain", "--example", "rocket", *common, "--class", "0", "--class", "1") == 0
+    said = capsys.readouterr().out
+    assert "scale: unit" in said and "by SpaceX: public domain." in said and "more, in" not in said
+    rows = json.loads((place / "o" / "explanation.json").read_text())
+    assert [row["map"] for row in rows] == ["rocket.0.map.npy", "rocket.1.map.npy"]
+    assert rows[0]["size"] == [640, 427] and np.load(place / "o" / rows[0]["map"]).shape == (427, 640)
+    for i in range(4, 21):
+        Image.new("RGB", (32, 32), (i, 0, 0)).save(place / "data" / "cat" / f"{i}.png")
+    assert run(monkeypatch, "explain", place / "data" / "cat", *common) == 0
+    assert f"and 1 more, in {place / 'o' / 'explanation.json'}" in capsys.readouterr().out
+    assert "one of them" in refuses(
+        monkeypatch, capsys, "explain", place / "data", "--example", "rocket", *common
+    )
+    said = refuses(monkeypatch, capsys, "explain", place / "data", *common, "--top-n", 4)
+    assert "as score-cam does: grad-cam tries none" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["explain", "evaluate"])
+def test_an_unknown_model_is_said_before_its_missing_branch(monkeypatch, place, capsys, command):
+    images = ("--data", place / "data", "--format", "folder", "--output", place / "o")
+    branches = ("--branches", "sigmoid") if command == "evaluate" else ()
+    said = refuses(monkeypatch, capsys, command, *images, "--model", "resnet18", *branches)
+    assert "unknown model 'resnet18': did you mean timm:resnet18 or torchvision:resnet18?" in said
+    said = refuses(monkeypatch, capsys, command, *images, "--model", "timm:resnt18", *branches)
+    assert "no timm model is called 'resnt18': did you mean resnet18" in said
+    said = refuses(monkeypatch, capsys, command, *images, "--model", "timm:resnet18", *branches)
+    assert "the sigmoid branch must be fitted first" in said
 
 
 @pytest.mark.slow
@@ -439,6 +472,7 @@ def test_caches_are_listed_and_cleared(monkeypatch, place, capsys):
     assert run(monkeypatch, "cache", "list", "--cache", place / "cache", "--json") == 0
     (held,) = json.loads(capsys.readouterr().out)["caches"]
     assert held["images"] == len(list((place / "data").glob("*/*.png"))) and held["view"] == "plain"
+    assert held["holds"] == "features"
     assert "no cache nonsense" in refuses(
         monkeypatch, capsys, "cache", "clear", "nonsense", "--cache", place / "cache"
     )

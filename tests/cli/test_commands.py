@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,3 +65,19 @@ def test_a_command_module_imports_nothing_heavy() -> None:
     code += "print([m for m in ('torch', 'PIL', 'numpy', 'gradio', 'rich.table') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_explaining_a_photograph_imports_nothing_that_it_does_not_use(tmp_path: Path) -> None:
+    pytest.importorskip("skimage")
+    code = (
+        "import sys\n"
+        f"sys.argv = ['sigcam', 'explain', '--example', 'chelsea', '--output', {str(tmp_path / 'out')!r}]\n"
+        "from sigcam.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "heavy = {'torchmetrics', 'transformers', 'matplotlib', 'jinja2', 'gradio', 'skimage'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "out" / "explanation.json").is_file()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
+import rich.progress
 from PIL import Image
 
 from sigcam.cli import console
@@ -103,3 +105,43 @@ def test_text_that_a_terminal_can_show_is_left_alone():
     ):
         assert console.printable(text) == text
     assert console.printable("a\u202eb\r\t\x9b\u2028") == r"a\u202eb\r\t\x9b\u2028"
+
+
+def clocked(monkeypatch, capsys, steps: list[tuple[float, str, int, int]]) -> list[str]:
+    """The lines that are printed for reports at some seconds after the work began."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with console.progress_bar() as progress:
+        for now[0], *step in steps:
+            progress(*step)
+    return capsys.readouterr().err.splitlines()
+
+
+def test_the_seconds_of_a_stage_include_its_first_batch(monkeypatch, capsys):
+    steps = [(7, "features", 64, 128), (9, "features", 128, 128), (12, "solver", 1, 2), (13, "solver", 2, 2)]
+    assert clocked(monkeypatch, capsys, steps) == ["features: 128 of 128, 9 s", "solver: 2 of 2, 4 s"]
+
+
+def test_a_stage_that_says_when_it_begins_does_not_count_what_was_before(monkeypatch, capsys):
+    steps = [(5, "maps", 0, 4), (8, "maps", 2, 4), (9, "maps", 4, 4), (20, "maps", 0, 4), (23, "maps", 4, 4)]
+    assert clocked(monkeypatch, capsys, steps) == ["maps: 4 of 4, 4 s", "maps: 4 of 4, 3 s"]
+
+
+def test_the_end_of_a_stage_is_said_once_and_what_was_kept_does_not_speed_up_the_rest(monkeypatch, capsys):
+    steps = [(1, "maps", 90, 100), (12, "maps", 91, 100), (13, "maps", 100, 100), (14, "maps", 100, 100)]
+    assert clocked(monkeypatch, capsys, steps) == [
+        "maps: 91 of 100, about 99 s left",
+        "maps: 100 of 100, 13 s",
+    ]
+
+
+def test_a_bar_counts_from_the_beginning_of_its_work(monkeypatch):
+    bars, made = [], rich.progress.Progress
+    monkeypatch.setattr(rich.progress, "Progress", lambda *a, **k: bars.append(made(*a, **k)) or bars[0])
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    begin = time.monotonic()
+    with console.progress_bar() as progress:
+        time.sleep(0.3)
+        progress("features", 64, 128)
+        assert bars[0].tasks[0].elapsed >= 0.3
+        assert bars[0].tasks[0].elapsed <= time.monotonic() - begin

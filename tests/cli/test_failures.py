@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from sigcam.cli.main import describe
 from sigcam.core.errors import DataError, DiskFull
 from sigcam.methods import folder
-from sigcam.network.attachment import KEY
+from sigcam.network.branch_file import KEY
 from support.commands import NET, run, spec
 
 PICKY = """

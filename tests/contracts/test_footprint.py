@@ -201,6 +201,26 @@ def test_bf16_autocast_keeps_softmax_bits_and_gives_float32_maps(make: Callable[
     assert (ex.maps - plain.maps).abs().max() < 0.15
 
 
+class SelfCasting(Vgg):
+    """Switches autocast on inside its own forward, as accelerate makes models do."""
+
+    @torch.autocast("cpu", torch.bfloat16)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def test_a_model_that_switches_autocast_on_itself_is_attached_fitted_and_explained() -> None:
+    model = SelfCasting().eval()
+    with untouched(model):
+        net = attach(model, example=images(1))
+        losses = fit(net, easy_data(), QUICK).losses
+        assert losses[-1] < losses[0]
+        assert torch.equal(net(images()).softmax, bare(model, images()))
+        assert net(images()).sigmoid.dtype == torch.float32
+        for branch in ("sigmoid", "softmax", "centred"):
+            assert not explain(net, images(), branch=branch, scale="raw").blank.any()
+
+
 def test_attaching_under_autocast_gives_the_same_branch() -> None:
     model = Gap()
     with torch.autocast("cpu", torch.bfloat16):

@@ -25,7 +25,7 @@ from sigcam.data.maps import open_map
 from sigcam.data.registry import READERS
 from sigcam.data.sample import Samples
 from sigcam.models.classifier import load_classifier, save_classifier
-from sigcam.network.attachment import load
+from sigcam.network.branch_file import load
 from sigcam.training.feature_cache import list_caches
 from sigcam.training.features import extract, read_features
 from support import fuzz

@@ -51,11 +51,11 @@ def folding(twin: Plain) -> Callable[[Tensor], Tensor]:
     return lambda output: torch.stack([twin.fold(one) for one in output])
 
 
-def peer_maps(peer: Any, twin: Plain, x: Tensor, classes: list[int] = CHOSEN) -> Array:
+def peer_maps(peer: Any, twin: Plain, x: Tensor, classes: list[int] = CHOSEN, **options: Any) -> Array:
     """What pytorch-grad-cam draws."""
     layer = twin.model.get_submodule(twin.layer)
     with peer(twin.model, [layer], folding(twin)) as cam:
-        maps: Array = cam(x, [ClassifierOutputTarget(k) for k in classes])
+        maps: Array = cam(x, [ClassifierOutputTarget(k) for k in classes], **options)
     return maps
 
 
@@ -152,6 +152,13 @@ DIFFERENCES: dict[str, tuple[str, str, str, str, str]] = {
         "no centring; the sign makes the map positive where the sum over channels of gradient times "
         "features is positive",
         "centring removes evidence that is spread over the whole image, and the sign is arbitrary",
+    ),
+    "eigen_smooth": (
+        "pytorch-grad-cam",
+        "all, with `eigen_smooth`",
+        "the same, on weights times features",
+        "no centring; the sign makes the map positive where the sum over weighted channels is",
+        "as for EigenGrad-CAM",
     ),
     "ablation_cam_negative_score": (
         "pytorch-grad-cam",
@@ -260,6 +267,19 @@ def test_difference_eigengrad_cam(name: str) -> None:
     x, twin = pictures(name), plain(network(name), "softmax", name)
     stacks = [twin.gradient(x[i], k, oracle.logit) * twin.features(x[i]) for i, k in enumerate(CHOSEN)]
     check_projections(pgc.EigenGradCAM, "eigengrad-cam", name, stacks)
+
+
+@pytest.mark.parametrize("name", ["gap", "vgg"])
+def test_difference_eigen_smooth(name: str) -> None:
+    x, twin, expected = pictures(name), plain(network(name), "softmax", name), []
+    theirs = peer_maps(pgc.GradCAM, twin, x, eigen_smooth=True)
+    for i, k in enumerate(CHOSEN):
+        low = oracle.centred_projection(oracle.grad_cam(twin, x[i], k, oracle.logit) * twin.features(x[i]))
+        expected.append(
+            min((unit(s * low, name) for s in (1, -1)), key=lambda u: np.abs(u - theirs[i]).max())
+        )
+    smoothed = [oracle.eigen_smoothed("grad-cam", twin, x[i], k, oracle.logit) for i, k in enumerate(CHOSEN)]
+    check(theirs, ours("grad-cam", name, eigen_smooth=True), expected, [unit(low, name) for low in smoothed])
 
 
 @pytest.mark.parametrize("name", ["gap", "vgg", "normed"])

@@ -10,7 +10,7 @@ import torch
 
 from sigcam.data.readers.shapes import scenes, shapes
 from sigcam.models.classifier import load_classifier
-from sigcam.network.attachment import load
+from sigcam.network.branch_file import load
 from sigcam.network.opening import SHIPPED
 from support.commands import run
 

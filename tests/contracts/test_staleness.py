@@ -179,8 +179,8 @@ def run_explain(world: World, kept: Path, progress: Progress) -> Any:
     config = ExplainConfig(**{"method": "grad-cam", "branch": "sigmoid", **world.settings})
     how: Any = {"batch_size": 1, "progress": progress}  # the last bits depend on what else is in a batch
     made = explain_samples(world.net(), world.samples(), kept, config, **how)
-    files = {name: path.read_bytes() for name, path in made.maps.items()}
-    files |= {f"{name} overlay": path.with_suffix(".png").read_bytes() for name, path in made.maps.items()}
+    names = [row[key] for row in made.rows for key in ("map", "overlay")]
+    files = {name: (kept / name).read_bytes() for name in names}
     return made.rows, files
 
 

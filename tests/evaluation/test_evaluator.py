@@ -306,8 +306,9 @@ def test_the_result_is_a_table_and_json_with_its_provenance(net: DualBranch, sam
     lines = result.table().splitlines()
     assert lines[0].split("  ")[0] == "metric" and "cam softmax" in lines[0] and "cam sigmoid" in lines[0]
     assert f"{result.value('gt_known_loc', branch='sigmoid'):.2f}" in result.table()
-    assert f"{COUNT} images" in lines[-2]
-    assert lines[-1].startswith("confidence, softmax: ") and "for all branches alike" in lines[-1]
+    assert f"{COUNT} images" in lines[-3]
+    assert lines[-2].startswith("confidence, softmax: ") and "for all branches alike" in lines[-2]
+    assert lines[-1].startswith("mean map: the mean value")
     refuses(lambda: result.value("gt_known_loc"), "2 of", "branch")
     refuses(lambda: result.value("gt_known_lok"), "0 of")
 
@@ -328,7 +329,11 @@ def test_metrics_without_annotations_are_left_out_and_said_so(net: DualBranch, s
     assert {row["metric"] for row in result.rows} == {
         *("top1_cls", "average_drop", "increase_in_confidence", "mean_map", "blank_maps")
     }
-    assert "not measured: pxap, the data has no masks" in result.table()
+    (line,) = [line for line in result.remarks() if line.startswith("not measured: ")]  # a reason stands once
+    assert line.count("the data has no boxes)") == line.count("the data has no masks)") == 1
+    assert all(metric in line for metric in said)
+    assert any(line.startswith("mean map: the mean value") for line in result.remarks())
+    assert "mean map: " not in evaluate(net, bare, metrics=["average_drop"]).table()
 
 
 # --- what is refused ---

@@ -561,6 +561,24 @@ def test_pictures_and_paths_are_taken_where_preprocessing_is_known(tmp_path: Pat
         explain(net, tmp_path / "none.png")
 
 
+def test_notes_say_that_the_branch_is_not_fitted(caplog: pytest.LogCaptureFixture) -> None:
+    net = attach(Gap().eval(), example=images(1))
+    ex = explain(net, images(), branch="softmax")
+    assert ex.notes == (
+        "the sigmoid branch is not fitted, so `evidence` means nothing: fit it (sigcam.fit) or load one.",
+    )
+    assert not caplog.records
+    assert explain(attached(Gap()), images(), branch="softmax").notes == ()
+
+
+def test_a_map_of_one_cell_says_so() -> None:
+    body = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 4, 3, 2, 1), nn.ReLU())
+    net = attached(nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4)))
+    ex = explain(net, images(1, size=4), branch="softmax", size="features", classes=1, clamp=True)
+    assert ex.maps.shape[1:] == (1, 1) and ex.blank.all()
+    assert "its layer has 1 x 1 cells: use larger images, or an earlier layer" in ex.notes[0]
+
+
 @pytest.fixture
 def explanation() -> Explanation:
     net = attached(Gap())
@@ -676,8 +694,12 @@ def test_the_overlay_shows_what_the_network_sees_of_a_cropped_picture() -> None:
     net.transform = Preprocess(16, 16, resize=16)
     wide = Image.new("RGB", (64, 16), "black")
     wide.paste("white", (0, 0, 16, 16))  # outside the middle square, so outside the map
-    seen = np.asarray(explain(net, wide, branch="softmax").pictures[0])
-    assert seen.shape == (16, 16, 3) and not seen.any()
+    ex = explain(net, wide, branch="softmax")
+    assert ex.regions == ((24, 0, 40, 16),)
+    shown = np.asarray(ex.overlay()[0])
+    assert shown.shape == (16, 64, 3) and (shown[:, :24] >= 153).all() and (shown[:, 40:] >= 153).all()
+    _, placed = ex.on_picture(0, ex.maps[0])
+    assert torch.equal(placed[:, 24:40], ex.maps[0]) and not placed[:, :24].any() and not placed[:, 40:].any()
 
 
 def test_overlays_of_tensors_show_the_tensor_and_boxes_are_drawn_on_request() -> None:

@@ -14,12 +14,15 @@ from torch import nn
 
 import sigcam
 from sigcam.core.errors import DataError
+from sigcam.core.types import ImageSize
 from sigcam.data.images import images_from_paths
 from sigcam.data.readers.shapes import shapes
 from sigcam.data.sample import Sample, Samples
 from sigcam.methods import folder
 from sigcam.methods.folder import ExplainConfig, MapFolder, explain_samples
+from sigcam.methods.placement import place_map
 from sigcam.models.preprocess import Preprocess
+from sigcam.network.calibration import BranchCalibration, LogitScale
 from sigcam.network.dual import DualBranch
 from support.nets import convs
 
@@ -67,8 +70,70 @@ def test_rows_and_files_are_those_of_explain(net: DualBranch, images: Path) -> N
     for row, expected, values in zip(drawn.rows, ex.rows(), ex.maps, strict=True):
         assert row["class"] == expected["class"]
         assert row["logit"] == pytest.approx(expected["logit"], abs=1e-5)
-        np.testing.assert_allclose(np.load(drawn.maps[row["image"]]), values.numpy(), atol=1e-5)
-        assert drawn.maps[row["image"]].with_suffix(".png").is_file()
+        placed = place_map(values, ImageSize(50, 40), (0, 0, 50, 40), unit=True)
+        np.testing.assert_allclose(np.load(images.parent / "out" / row["map"]), placed.numpy(), atol=1e-5)
+        with Image.open(images.parent / "out" / row["overlay"]) as overlay:
+            assert overlay.size == (50, 40) and row["size"] == [50, 40]
+
+
+def test_several_classes_have_a_row_and_files_each_and_resume_together(
+    net: DualBranch, images: Path, calls: list[int]
+) -> None:
+    net.class_names = ("tabby, tabby cat", "pug/dog", "?")
+    (images / "0.tabby-tabby-cat.png").write_bytes((images / "0.png").read_bytes())
+    out, drawn = images.parent / "out", draw(net, images, classes=[0, 2, 1, 0])
+    assert [(row["image"], row["class"]) for row in drawn.rows[:3]] == [("0.png", k) for k in (0, 2, 1)]
+    names = [row["map"] for row in drawn.rows]
+    assert len(set(names)) == len(names) == 18 and all((out / name).is_file() for name in names)
+    assert names[:3] == ["0.tabby-tabby-cat.map.npy", "0.2.map.npy", "0.pug-dog.map.npy"]
+    for k in (0, 1, 2):
+        one = explain_samples(net, images_from_paths([images]), images.parent / str(k), CONFIG, classes=[k])
+        for row in (row for row in drawn.rows if row["class"] == k):
+            alone = next(each for each in one.rows if each["image"] == row["image"])
+            a, b = (np.load(f) for f in (out / row["map"], images.parent / str(k) / alone["map"]))
+            assert np.abs(a - b).max() < 1e-5 and row["box"] == alone["box"]
+    calls.clear()
+    (out / "1.2.map.png").unlink()
+    again = draw(net, images, classes=[0, 2, 1]).rows
+    assert calls == [1] and [row["map"] for row in again] == names
+    assert [row["box"] for row in again] == [row["box"] for row in drawn.rows]
+
+
+def test_a_large_picture_has_a_smaller_map_and_a_box_in_its_own_pixels(
+    net: DualBranch, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = draw(net, images).rows
+    monkeypatch.setattr(folder, "DRAWN_SIDE", 25)
+    small = explain_samples(net, images_from_paths([images]), images.parent / "small", CONFIG).rows
+    assert [row["box"] for row in small] == [row["box"] for row in whole]
+    assert np.load(images.parent / "small" / small[0]["map"]).shape == (20, 25)
+    assert small[0]["size"] == [50, 40]
+
+
+def test_of_a_preprocessing_of_ones_own_maps_keep_the_networks_size(net: DualBranch, images: Path) -> None:
+    known = net.transform
+    assert known is not None
+    net.transform = lambda image: known(image)
+    row = draw(net, images).rows[0]
+    assert row["size"] == [64, 64] and np.load(images.parent / "out" / row["map"]).shape == (64, 64)
+
+
+def test_the_scale_is_probability_only_where_branch_method_and_settings_have_it(net: DualBranch) -> None:
+    assert ExplainConfig().checked().with_best_scale(net).scale == "unit"  # not calibrated
+    net.calibration = BranchCalibration(maps={1.0: LogitScale()})
+    best = ExplainConfig().with_best_scale(net)
+    assert (best.scale, best.clamp) == ("probability", False)
+    for config in (
+        ExplainConfig("score-cam"),
+        ExplainConfig(branch="centred"),
+        ExplainConfig(clamp=True),
+        ExplainConfig(target="finer-cam"),
+        ExplainConfig(zoom=2.0),
+        ExplainConfig(stride=1),
+        ExplainConfig(layers=("0",)),
+        ExplainConfig(eigen_smooth=True),
+    ):
+        assert config.with_best_scale(net).scale == "unit"
 
 
 def test_what_was_drawn_is_not_drawn_again_until_an_image_or_a_setting_changes(
@@ -154,7 +219,7 @@ def test_a_name_that_changes_with_its_neighbours_is_drawn_under_the_new_one(
     calls.clear()
     drawn = draw(net, images)
     names = {path.name for path in (images.parent / "out").glob("*.npy")}
-    assert sum(calls) == 2 and names == {path.name for path in drawn.maps.values()}
+    assert sum(calls) == 2 and names == {row["map"] for row in drawn.rows}
     assert {"1.bmp.map.npy", "1.png.map.npy"} < names and "1.map.npy" not in names
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import support.method_oracles as oracle
+from sigcam.methods import formulas
 from sigcam.methods.explainer import explain
 from sigcam.methods.targets import Branch
 from sigcam.network.attachment import attach
@@ -346,6 +347,53 @@ def test_chunks_of_any_size_give_the_same_map(method: str, name: str) -> None:
         assert close(raw(net, x, method, classes=CHOSEN, batch_size=batch_size), expected, 1e-9)
 
 
+def many_channels() -> nn.Sequential:
+    """A classifier with 256 channels and BatchNorm statistics of its own."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 256, 3, 2), nn.BatchNorm2d(256)
+    model = nn.Sequential(*layers, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 4))
+    with torch.no_grad():
+        for _ in range(20):
+            model(3 * torch.randn(8, 3, 32, 32) + 1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_score_cam_of_many_channels_by_a_faster_copy_is_the_same_to_1e_4(
+    branch: Branch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = many_channels(), torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    net, made = attach(model, example=x[:1], init="copy"), list[Any]()
+    net.fitted = True
+
+    def counted(*args: Any, **options: Any) -> nn.Module:
+        made.append(formulas_optimized(*args, **options))
+        return made[-1]
+
+    formulas_optimized = formulas.optimized
+    monkeypatch.setattr(formulas, "optimized", counted)
+    fast = explain(net, x, "score-cam", branch=branch)
+    assert len(made) == 1 and isinstance(made[0][1], nn.Identity)  # its BatchNorm is folded
+    assert net.model is model and isinstance(model[1], nn.BatchNorm2d)
+    monkeypatch.setattr(formulas, "MANY_MASKS", 10**9)
+    slow = explain(net, x, "score-cam", branch=branch)
+    assert len(made) == 1
+    assert (fast.maps - slow.maps).abs().max() < 1e-4
+    assert torch.equal(fast.probability, slow.probability) and torch.equal(fast.evidence, slow.evidence)
+
+
+def test_score_cam_by_a_faster_copy_sees_weights_that_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = many_channels(), torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    net = attach(model, example=x)
+    before = explain(net, x, "score-cam", branch="softmax", classes=0).maps
+    with torch.no_grad():
+        model[3].weight.mul_(-1)
+    after = explain(net, x, "score-cam", branch="softmax", classes=0).maps
+    monkeypatch.setattr(formulas, "MANY_MASKS", 10**9)
+    assert (after - before).abs().max() > 0.01
+    assert (after - explain(net, x, "score-cam", branch="softmax", classes=0).maps).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("branch", BRANCHES)
 @pytest.mark.parametrize("name", ["gap", "vgg", "normed", "vit"])
 def test_score_cam_of_few_channels_takes_those_that_vary_most(name: str, branch: Branch) -> None:
@@ -359,3 +407,34 @@ def test_score_cam_of_few_channels_takes_those_that_vary_most(name: str, branch:
         for i, k in enumerate(CHOSEN):
             channels = np.argsort(-features[i].std((1, 2)))[:top_n]
             assert close(maps[i], low_map("score-cam", twin, x[i], k, channels=list(channels)), 1e-7)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize(
+    ("method", "name"), [("cam", "gap"), *((m, n) for m in METHODS for n in ("gap", "vgg"))]
+)
+def test_eigen_smooth_keeps_the_first_component_of_the_weighted_channels(
+    method: str, name: str, branch: Branch
+) -> None:
+    net, x, twin = network(name), pictures(name), plain(network(name), branch, name)
+    for clamp in (False, True):
+        options: Any = {"branch": branch, "clamp": clamp, "classes": CHOSEN, "eigen_smooth": True}
+        units = explain(net, x, method, **options).maps
+        for i, k in enumerate(CHOSEN):
+            low = oracle.eigen_smoothed(method, twin, x[i], k, oracle.logit, clamp=clamp)
+            assert np.abs(units[i].numpy() - unit(low, name, method)).max() < 1e-5
+
+
+def test_hires_cam_smoothed_is_eigengrad_cam() -> None:
+    net, x = network("vgg"), pictures("vgg")
+    options: Any = {"classes": CHOSEN, "branch": "softmax"}
+    smoothed = explain(net, x, "hires-cam", eigen_smooth=True, **options).maps
+    assert close(smoothed, explain(net, x, "eigengrad-cam", **options).maps.numpy(), 1e-6)
+    assert not close(smoothed, explain(net, x, "hires-cam", **options).maps.numpy(), 1e-2)
+
+
+def test_eigen_smooth_of_all_classes_is_that_of_each() -> None:
+    net, x = network("gap"), pictures("gap")
+    options: Any = {"branch": "softmax", "eigen_smooth": True, "size": "image"}
+    every = explain(net, x, "cam", classes="all", **options).maps
+    assert close(every[:, 2], explain(net, x, "cam", classes=2, **options).maps.numpy(), 1e-9)

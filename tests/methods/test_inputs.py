@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from sigcam.core.config import FitConfig
 from sigcam.core.errors import AttachError, ConfigError, DataError
 from sigcam.methods.explainer import explain
+from sigcam.methods.inputs import class_number
 from sigcam.network.attachment import attach
 from sigcam.network.dual import DualBranch
 from sigcam.training.branch import fit
@@ -188,6 +190,61 @@ def test_a_name_that_no_class_has_or_two_have_is_refused() -> None:
         explain(attached(Gap()), images(), classes=["cat", "dog", "cow"])
 
 
+CATS = (
+    "tabby, tabby cat",
+    "Egyptian cat",
+    "tiger cat",
+    "crate",
+    "pug, pug-dog",
+    "coffee_mug",
+    "castle",
+    "Pug",
+    "hot dog",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("pug", 7),  # the whole name
+        ("tabby", 0),  # a synonym
+        ("Tabby Cat", 0),
+        ("pug dog", 4),
+        ("egyptian", 1),  # a word of one name only
+        ("coffee mug", 5),
+        ("MUG", 5),
+        ("castle", 6),
+        ("3", 3),
+    ],
+)
+def test_a_name_synonym_or_word_that_one_class_has_means_it(name: str, number: int) -> None:
+    assert class_number(named(*CATS), name) == number
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (
+            "cat",
+            "no class is named 'cat'; these names contain it: tabby, tabby cat, Egyptian cat, tiger cat.",
+        ),
+        ("dog", "these names contain it: pug, pug-dog, hot dog. Give"),
+        ("cra", "these names contain it: crate. Give"),  # part of a word lists, and does not choose
+        ("castel", "no class is named 'castel': did you mean castle"),
+        ("?!", "no class is named '?!'."),
+        ("", "no class is named ''."),
+    ],
+)
+def test_a_name_that_several_classes_have_lists_them_words_first(name: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        class_number(named(*CATS), name)
+
+
+def test_a_long_list_of_classes_is_cut() -> None:
+    with pytest.raises(ConfigError, match=r"and 5 more\. Give one of them"):
+        class_number(named(*(f"cat {i}" for i in range(15))), "cat")
+
+
 def test_a_class_called_all_is_found_by_its_number_only() -> None:
     assert explain(named("all", "b", "c", "d"), images(), classes="all").classes.shape == (3, 4)
 
@@ -228,6 +285,13 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"size": "picture"}, "size is 'image'"),
     ({"batch_size": 2.5}, "batch_size must be a whole number, not 2.5"),
     ({"batch_size": "2"}, "batch_size must be a whole number, not '2'"),
+    ({"top_n": 4}, "top_n is a number of channels to try, as score-cam does: grad-cam tries none"),
+    ({"eigen_smooth": "no"}, "eigen_smooth is True or False, not 'no'"),
+    (
+        {"eigen_smooth": True, "method": "rollout"},
+        "eigen_smooth smooths weighted channels, and attention-rollout",
+    ),
+    ({"eigen_smooth": True, "scale": "logit"}, "adds up all of the evidence: leave eigen_smooth out"),
     ({"top_n": True}, "top_n must be a whole number, not True"),
     ({"clamp": "yes"}, "clamp is True, False or None"),
     ({"aug_smooth": "no"}, "aug_smooth is True or False, not 'no'"),

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import sys
 import threading
 import time
@@ -368,6 +369,9 @@ def test_unreadable_weights_are_refused_in_one_line(name: str, tmp_path: Path) -
         ("torchvision:fasterrcnn_resnet50_fpn", "no torchvision classifier"),
         ("torchvision:", "file:PATH.py:FUNCTION"),
         ("resnet50", "timm:NAME, torchvision:NAME"),
+        ("resnet18", "did you mean timm:resnet18 or torchvision:resnet18?"),
+        ("resnet18.a1_in1k", "did you mean timm:resnet18.a1_in1k"),
+        ("resnet_18", "timm:resnet18 or torchvision:resnet18?"),
         ("embedded:x", "or embedded"),
         ("keras:x", "unknown model 'keras:x'"),
     ],
@@ -402,6 +406,9 @@ def test_without_network_the_answer_comes_at_once(
     says = (f"cannot download the weights of {spec}", "--weights", "embedded", "pretrained=False")
     with refused(*says):
         load_classifier(spec)
+    with pytest.raises(ModelError) as caught:
+        load_classifier(spec)
+    assert set(re.findall(r"--[a-z-]+", str(caught.value))) == {"--weights"}  # which every command has
     assert time.monotonic() - start < 20  # the hub's client alone would retry for longer
 
 

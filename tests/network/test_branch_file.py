@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from torch import nn
 import sigcam
 from sigcam.core.config import FitConfig
 from sigcam.core.errors import AttachError, CheckpointError
-from sigcam.models.state_dict import fingerprint
-from sigcam.network.attachment import attach, load
+from sigcam.models.state_dict import checksum, fingerprint
+from sigcam.network.attachment import attach
+from sigcam.network.branch_file import load
 from sigcam.network.dual import DualBranch
 from sigcam.training.branch import fit
 from support.tiny import Gap, InPlace, Normed, Probabilities, TwoHeads, Vgg, easy_data, images
@@ -43,12 +45,15 @@ def test_a_branch_saved_by_version_0_1_0_gives_the_numbers_of_then(name: str, gi
 
 
 @pytest.mark.parametrize("name", ["gap", "vgg"])
-def test_a_branch_of_version_0_1_0_is_saved_again_with_the_same_bytes(name: str, tmp_path: Path) -> None:
+def test_a_branch_of_version_0_1_0_saved_again_only_adds_what_was_found(name: str, tmp_path: Path) -> None:
     model = {"gap": Gap, "vgg": Vgg}[name]()
     model.load_state_dict(load_file(GOLDEN / f"classifier_{name}_0.1.0.safetensors"))
-    old = GOLDEN / f"branch_{name}_0.1.0.safetensors"
-    load(old, model, example=images(1)).save(tmp_path / "again.safetensors")
-    assert (tmp_path / "again.safetensors").read_bytes() == old.read_bytes()
+    old, again = GOLDEN / f"branch_{name}_0.1.0.safetensors", tmp_path / "again.safetensors"
+    load(old, model, example=images(1)).save(again)
+    before, after = load_file(old), load_file(again)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert {key: value for key, value in _about(again).items() if key != "found"} == _about(old)
 
 
 @pytest.fixture
@@ -91,6 +96,80 @@ def test_named_head_and_layer_are_found_again_on_loading(tmp_path: Path) -> None
     back = load(tmp_path / "b.safetensors", model, example=images(1))
     assert (back.split.heads, back.split.layer) == (("classifier.3",), "features.0")
     assert torch.equal(back(images()).sigmoid, net(images()).sigmoid)
+
+
+def passes_of_loading(path: Path, model: nn.Module) -> tuple[DualBranch, int]:
+    """The network, and how often the model ran."""
+    runs = list[int]()
+    handle = model.register_forward_hook(lambda module, args, out: runs.append(1))
+    try:
+        return load(path, model), len(runs)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_loading_trusts_the_split_in_the_file_after_one_pass(
+    make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    net, path = attach(make(), example=images(1)), tmp_path / "b.safetensors"
+    net.save(path)
+    back, runs = passes_of_loading(path, net.model)
+    assert runs == (1 if net.split.whole and net.split.output == "logits" else 2)  # else the tail is recorded
+    assert (back.split, back.linear, back.requested) == (net.split, net.linear, net.requested)
+    assert torch.equal(back(images()).sigmoid, net(images()).sigmoid)
+    assert torch.equal(back.run(images(), grad=True).softmax, net(images()).softmax)
+
+
+def test_where_the_recorded_split_does_not_hold_it_is_found_again(
+    saved: tuple[DualBranch, Path], tmp_path: Path
+) -> None:
+    net, path = saved
+    about, tensors = _about(path), load_file(path)
+    found: Any = about["found"]
+    split, logits = found["split"], found["logits"]
+    damaged: list[Any] = [
+        None,
+        {},
+        found | {"split": None},
+        found | {"split": split | {"layer": "features.0"}},
+        found | {"split": split | {"call": 2}},
+        found | {"split": split | {"fold": {}}},
+        found | {"checksum": "0"},
+        found | {"logits": [2 * x + 1 for x in logits]},
+        found | {"logits": logits[:1]},
+    ]
+    for number, each in enumerate(damaged):
+        other = tmp_path / f"{number}.safetensors"
+        save_file(tensors, other, metadata={"sigcam-branch": json.dumps(about | {"found": each})})
+        back, runs = passes_of_loading(other, net.model)
+        assert runs > 1, each
+        assert back.split == net.split
+        assert torch.equal(back(images()).sigmoid, net(images()).sigmoid)
+
+
+def test_a_branch_does_not_load_onto_weights_in_another_order(saved: tuple[DualBranch, Path]) -> None:
+    net, path = saved
+    other = copy.deepcopy(net.model)
+    with torch.no_grad():
+        weight = other.get_parameter("features.0.weight")
+        weight.copy_(weight.flip(0))  # which a checksum does not see
+    assert checksum(other) == checksum(net.model)
+    with pytest.raises(CheckpointError, match="other weights"):
+        load(path, other)
+
+
+def test_a_checksum_sees_every_change_of_a_number_but_not_the_memory_layout() -> None:
+    model = Normed()
+    before = checksum(model)
+    assert checksum(copy.deepcopy(model).to(memory_format=torch.channels_last)) == before
+    for name, tensor in model.state_dict().items():
+        if not name.endswith("num_batches_tracked"):
+            kept = tensor.clone()
+            tensor.view(-1)[-1] += 1e-3
+            assert checksum(model) != before, name
+            tensor.copy_(kept)
+    assert checksum(model) == before
 
 
 def test_a_file_holds_the_branch_alone(saved: tuple[DualBranch, Path]) -> None:

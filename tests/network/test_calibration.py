@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sigcam.core.config import FitConfig
 from sigcam.core.errors import CheckpointError, ConfigError
-from sigcam.network.attachment import KEY, load
+from sigcam.network.branch_file import KEY, load
 from sigcam.network.calibration import BranchCalibration, LogitScale, fit_scale
 from sigcam.training.branch import fit
 from sigcam.training.calibration import CalibrationSet

@@ -18,7 +18,8 @@ from torch.nn.utils import parametrizations, prune
 from sigcam import attach, explain
 from sigcam.core.errors import AttachError
 from sigcam.network.dilate import dilated
-from sigcam.network.optimize import PackedConv2d, agree, optimized
+from sigcam.network.optimize import PackedConv2d, PackedLinear, optimized
+from sigcam.network.trace import agree
 from support.nets import FunctionalRelu, Residual, SharedRelu
 from support.tiny import Gap, Normed, Vgg, attached, images, untouched
 
@@ -199,6 +200,40 @@ def test_other_networks_keep_their_logits(make: Callable[[], nn.Module]) -> None
     model = make()
     model.train()  # as it may come
     checked(model, images())
+
+
+class TokenMlp(nn.Module):
+    """Patches, a block with an MLP of each kind of GELU, the mean over patches, a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 64, 4, 4)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.first, self.second = nn.GELU(), nn.GELU("tanh")
+        self.wide, self.fc = nn.Linear(64, 256), nn.Linear(256, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).transpose(1, 2)  # not contiguous
+        tokens = tokens + self.down(self.first(self.up(tokens)))
+        logits: Tensor = self.fc(self.second(self.wide(tokens)).mean(1))
+        return logits
+
+
+def test_large_linear_layers_are_packed_with_the_gelu_that_follows() -> None:
+    model = TokenMlp().eval()
+    fast = checked(model, images(3, size=16))
+    assert all(isinstance(fast.get_submodule(name), PackedLinear) for name in ("up", "down", "wide"))
+    assert not isinstance(fast.fc, PackedLinear)  # too small to gain anything
+    kinds = [fast.get_submodule(name).activation for name in ("up", "down", "wide")]
+    assert kinds == [("gelu", [], "none"), ("none", [], ""), ("gelu", [], "tanh")]
+    with torch.no_grad():
+        for batch in (images(1, size=16), images(5, size=32), images(0, size=16)):  # of other shapes
+            assert torch.allclose(fast(batch), model(batch), atol=1e-5)
+    grown = images(2, size=16).requires_grad_()
+    wanted, got = (torch.autograd.grad(net(grown).sum(), grown)[0] for net in (model, fast))
+    assert torch.allclose(wanted, got, atol=1e-5)
+    fast.double()
+    assert torch.allclose(fast(images(2, size=16).double()).float(), model(images(2, size=16)), atol=1e-4)
 
 
 @pytest.mark.slow

@@ -236,6 +236,23 @@ WEIGHTS: dict[str, Callable[..., Array]] = {
 # -------------------------------------------------------------------------------------------------- maps
 
 
+def eigen_smoothed(
+    method: str, plain: Plain, image: Tensor, k: int, target: Target, *, clamp: bool = False
+) -> Array:
+    """Project each cell's weighted channels (N,) on the direction along which cells vary most, by the
+    eigenvectors of their N x N sum of squares; the projections agree in sign with the plain map."""
+    weights, features = WEIGHTS[method](plain, image, k, target), plain.features(image)
+    weighted = np.zeros_like(features)
+    for i, a_i in enumerate(features):
+        weighted[i] = np.maximum(weights[i], 0) * a_i if clamp else weights[i] * a_i
+    squares = np.zeros((len(features), len(features)))
+    for cell in weighted.reshape(len(weighted), -1).T:
+        squares += np.outer(cell, cell)
+    values, vectors = np.linalg.eigh(squares)
+    low: Array = np.tensordot(vectors[:, np.argmax(values)], weighted, 1)
+    return low if (low * weighted.sum(0)).sum() >= 0 else -low
+
+
 def low_map(
     method: str,
     plain: Plain,

@@ -431,7 +431,7 @@ def test_a_class_without_images_is_logged(caplog: pytest.LogCaptureFixture) -> N
 def test_progress_counts_up_in_each_stage_to_its_total() -> None:
     told: list[tuple[str, int, int]] = []
     fit(fresh(), easy_data(), FitConfig(batch_size=8), progress=lambda *step: told.append(step))
-    assert [step for step in told if step[0] == "features"] == [("features", n, 24) for n in (8, 16, 24)]
+    assert [step for step in told if step[0] == "features"] == [("features", n, 24) for n in (0, 8, 16, 24)]
     assert [stage for stage in dict.fromkeys(stage for stage, _, _ in told)] == [
         "features",
         "penalty",
@@ -493,6 +493,7 @@ def test_quality_is_of_a_branch_that_did_not_see_the_images() -> None:
     result = fit(fresh(Gap(channels=64)), TensorDataset(x, noise), FitConfig(l2=1e-4))
     assert result.quality is not None
     assert result.quality.mean_average_precision < 0.7  # by heart it would be 1
+    assert repr(result).startswith("FitResult(40 images, 4 classes, mean AP 0.") and len(repr(result)) < 100
 
 
 def test_the_softmax_prior_is_what_a_strong_penalty_leaves() -> None:

@@ -137,7 +137,7 @@ def test_the_key_of_a_cache_holds_all_that_features_depend_on(tmp_path: Path) ->
             | {
                 "model": "Gap",
                 "graph": "b09d0a16e372f625",
-                "weights": "0e457c0545bfd9bb807ede886aef5907",
+                "weights": "1ef065556a4b48a310f4720ba1a1e104",  # of what precedes the last layer
                 "layer": "body",
                 "heads": ["fc"],
                 "autocast": False,
@@ -390,7 +390,7 @@ def killed(tmp_path: Path, kills: int) -> None:
         if done % 5 == 4:
             clear_caches(tmp_path / "cache")
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
-    from sigcam.network.attachment import load
+    from sigcam.network.branch_file import load
 
     net = load(tmp_path / "branch.safetensors", network().model)
     assert torch.equal(net.last_layer("sigmoid").get_parameter("weight").detach(), weight)

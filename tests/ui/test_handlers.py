@@ -4,10 +4,12 @@ import asyncio
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 from PIL import Image
 
 from sigcam.cli.main import main
-from sigcam.core.errors import DataError
+from sigcam.core.errors import DataError, MissingExtra
 from sigcam.data.images import images_from_paths
 from sigcam.data.readers.shapes import shapes
 from sigcam.data.sample import Sample, Samples
@@ -30,8 +32,8 @@ from sigcam.network.calibration import BranchCalibration, LogitScale
 from sigcam.network.dual import DualBranch
 from sigcam.network.trace import lock_of
 from sigcam.ui.fit_job import FitJob, Stopped
-from sigcam.ui.handlers import THRESHOLD, Page
-from sigcam.ui.html import boxes_html, links_html, panels_html, top_classes_html
+from sigcam.ui.handlers import Page
+from sigcam.ui.html import boxes_html, links_html, panels_html, state_link_html, top_classes_html
 from sigcam.ui.images import ImageGallery, open_gallery, open_upload
 from sigcam.ui.security import HEADERS, MAX_UPLOAD_BYTES, Guard, parse_login
 from sigcam.ui.serve import UiOptions
@@ -61,25 +63,24 @@ def calibrated(classes: int = 4) -> DualBranch:
     return net
 
 
-def view(
-    net: DualBranch, *methods: str, colours: str = "evidence", classes=(0, 1), scale: str = "shared"
-) -> Viewer:
+def view(net: DualBranch, *methods: str, classes=(0, 1), scale: Any = "unit") -> Viewer:
     viewer = Viewer("bird", PICTURE, [net])
-    request = Request(tuple(classes), tuple(sources_of(net)), methods or ("grad-cam",), colours, scale)  # type: ignore[arg-type]
+    request = Request(tuple(classes), tuple(sources_of(net)), methods or ("grad-cam",), scale)
     viewer.update(request)
     return viewer
 
 
 def captions(viewer: Viewer) -> list[str]:
     """Return the captions of the panels."""
-    return [part.partition("</figcaption>")[0] for part in panels_html(viewer).split("<figcaption>")[2:]]
+    panels = panels_html(viewer).partition('<figure class="sc-swipe"')[0]
+    return [part.partition("</figcaption>")[0] for part in panels.split("<figcaption>")[2:]]
 
 
 # ------------------------------------------------------------------------------------------------- maps
 
 
 def test_a_shift_of_the_head_moves_softmax_maps_and_nothing_else():
-    viewer = view(network(), "grad-cam", "cam", colours="signed")
+    viewer = view(network(), "grad-cam", "cam", scale="signed")
     before = {id(p): (p.raw_map, p.image_uri) for p in viewer.panels}
     table = top_classes_html([viewer.top_classes(viewer.main_net, "")], 0)
     viewer.shift(-2.5)
@@ -123,20 +124,20 @@ def test_boxes_of_the_page_are_those_of_explain(method: str):
         assert found is None if x1 <= x0 else found == pytest.approx((x0, y0, x1, y1))
 
 
-def test_maps_in_logits_share_one_scale_and_others_keep_their_own():
-    viewer = view(network(), "grad-cam", "eigen-cam")
+def test_signed_maps_in_logits_share_one_scale_around_zero_and_others_keep_their_own():
+    viewer = view(network(), "grad-cam", "eigen-cam", scale="signed")
     logits = [p for p in viewer.panels if p.in_logits]
-    assert {p.scale_max for p in logits} == {max(float(p.raw_map.max()) for p in logits)}
+    assert {p.scale_max for p in logits} == {max(float(p.raw_map.abs().max()) for p in logits)}
     assert {p.scale_max for p in viewer.panels if not p.in_logits} != {logits[0].scale_max}
-    viewer.update(Request((0, 1), tuple(sources_of(viewer.main_net)), ("grad-cam",), scale="own"))
+    assert f"<span>-{logits[0].scale_max:.3g}</span><span>0</span>" in panels_html(viewer)
+    viewer.update(Request((0, 1), tuple(sources_of(viewer.main_net)), ("grad-cam",), "unit"))
     assert len({p.scale_max for p in viewer.panels}) > 1
 
 
-@pytest.mark.parametrize("colours", ["evidence", "signed"])
 @pytest.mark.parametrize("method", ["cam", "grad-cam", "layer-cam"])
-def test_probabilities_of_the_page_are_those_of_explain_and_never_stretched(method: str, colours: str):
+def test_probabilities_of_the_page_are_those_of_explain_and_never_stretched(method: str):
     net = calibrated()
-    viewer = view(net, method, colours=colours, scale="probability")
+    viewer = view(net, method, scale="absolute")
     viewer.threshold = 0.5
     files = viewer.files()
     maps, rows = np.load(io.BytesIO(files["maps.npy"])), json.loads(files["maps.json"])["maps"]
@@ -154,8 +155,7 @@ def test_probabilities_of_the_page_are_those_of_explain_and_never_stretched(meth
         found = None if box is None else (box[0] * 48, box[1] * 32, box[2] * 48, box[3] * 32)
         assert found is None if x1 <= x0 else found == pytest.approx((x0, y0, x1, y1))
         drawn = explain(net, [PICTURE], method, size=(height, width), **asked).maps[0]
-        signed = colours == "signed"
-        expected = overlay(viewer.display, 2 * drawn - 1 if signed else drawn, signed=signed, peak=1.0)
+        expected = overlay(viewer.display, drawn)
         difference = np.asarray(viewer._overlay(panel)).astype(int) - np.asarray(expected).astype(int)
         assert abs(difference).max() <= 1, "0 and 1 have the same colours in every map"
 
@@ -163,19 +163,19 @@ def test_probabilities_of_the_page_are_those_of_explain_and_never_stretched(meth
 def test_a_map_of_low_probabilities_is_not_called_blank():
     net = calibrated()
     net.last_layer("sigmoid").get_parameter("bias").data -= 100
-    absolute = [p for p in view(net, "cam", scale="probability").panels if p.absolute]
+    absolute = [p for p in view(net, "cam", scale="absolute").panels if p.absolute]
     assert all(bool((p.raw_map < 0).all()) and p.unit_map.max() < 0.01 and not p.note for p in absolute)
 
 
 def test_both_classes_of_one_logit_have_complementary_probabilities_on_the_page():
-    viewer = view(calibrated(1), "cam", scale="probability")
+    viewer = view(calibrated(1), "cam", scale="absolute")
     one, other = [p for p in viewer.panels if p.absolute]
     assert torch.allclose(one.unit_map + other.unit_map, torch.ones(1, 32, 48), atol=1e-5)
 
 
 def test_maps_without_an_absolute_scale_keep_their_own_and_say_why():
-    viewer = view(calibrated(), "cam", "eigen-cam", classes=(0,), scale="probability")
-    own = view(viewer.main_net, "cam", "eigen-cam", classes=(0,), scale="own")
+    viewer = view(calibrated(), "cam", "eigen-cam", classes=(0,), scale="absolute")
+    own = view(viewer.main_net, "cam", "eigen-cam", classes=(0,), scale="unit")
     reasons = {
         ("sigmoid", "cam"): "",
         ("sigmoid", "eigen-cam"): "no absolute scale: maps by eigen-cam are not in logits",
@@ -189,32 +189,32 @@ def test_maps_without_an_absolute_scale_keep_their_own_and_say_why():
         if why:
             assert torch.equal(panel.raw_map, plain.raw_map) and panel.image_uri == plain.image_uri
     legend = panels_html(viewer).partition("sc-legend")[2]
-    assert "<span>0</span><span>0.5</span><span>1</span>" in legend and "probability per cell" in legend
+    assert "<span>0</span><span>0.5</span><span>1</span>" in legend and "probability that a place" in legend
     pair = tuple(s for s in sources_of(viewer.main_net) if s.branch != "centred")
-    viewer.update(Request((0,), pair, ("cam",), scale="probability"))
+    viewer.update(Request((0,), pair, ("cam",), "absolute"))
     assert ["full colour" in caption for caption in captions(viewer)] == [False, True]
-    relative = view(network(), "cam", scale="probability")
+    relative = view(network(), "cam", scale="absolute")
     assert "sc-legend" not in panels_html(relative) and not any(p.absolute for p in relative.panels)
     assert "no absolute scale: this branch is not calibrated at this size" in captions(relative)[0]
     other_size = calibrated()
     other_size.calibration = BranchCalibration(LogitScale(), {2.0: LogitScale(2.0)})
-    assert "not calibrated at this size" in captions(view(other_size, "cam", scale="probability"))[0]
+    assert "not calibrated at this size" in captions(view(other_size, "cam", scale="absolute"))[0]
 
 
-def test_a_calibrated_branch_says_whether_the_class_is_present_on_every_scale():
+def test_a_calibrated_branch_says_whether_the_class_is_here_on_every_scale():
     net = network()
     middle = float(explain(net, [PICTURE], classes="all").logits.mean())
     net.calibration = BranchCalibration(LogitScale(1.0, -middle), {1.0: LogitScale()})
     ex = explain(net, [PICTURE], classes="all")
     assert len(set(ex.present[0].tolist())) == 2, "some classes are there and some are not"
-    for scale in ("shared", "own", "probability"):
+    for scale in ("unit", "signed", "absolute"):
         viewer = view(net, "cam", classes=range(4), scale=scale)
         for panel, caption in zip(viewer.panels, captions(viewer), strict=True):
             k = panel.class_index
-            words = "present" if ex.present[0, k] else "not present"
-            line = f"<br>{words}: evidence {float(ex.evidence[0, k]):.3f}"
+            words = ">here</b>" if ex.present[0, k] else ">not here</b>"
+            line = f"{words}, evidence {float(ex.evidence[0, k]):.3f}"
             assert (line in caption) == (panel.source.branch == "sigmoid")
-        assert not any("present" in caption for caption in captions(view(network(), "cam", scale=scale)))
+        assert not any("here</b>" in caption for caption in captions(view(network(), "cam", scale=scale)))
 
 
 def test_a_head_that_is_not_linear_is_drawn_but_not_shifted():
@@ -227,8 +227,24 @@ def test_a_head_that_is_not_linear_is_drawn_but_not_shifted():
     assert "not fitted" in top_classes_html([viewer.top_classes(net, "")], 0)
 
 
+def test_two_heads_of_one_class_are_laid_over_one_another_with_a_divider():
+    viewer = view(network(), "cam", classes=(2, 0))
+    html = panels_html(viewer)
+    swipe = html.partition('class="sc-swipe"')[2].partition("</figure>")[0]
+    left, right = viewer.panels[0], viewer.panels[2]
+    assert (left.class_index, right.class_index) == (2, 2) and left.source != right.source
+    assert f'class="sc-over" src="{left.image_uri}"' in swipe and f'<img src="{right.image_uri}"' in swipe
+    assert f'aria-label="Divider: {left.source.name} to the left of the line, {right.source.name}' in swipe
+    for sources, methods in (
+        (sources_of(viewer.main_net)[:1], ("cam", "layer-cam")),
+        ([left.source], ("cam",)),
+    ):
+        viewer.update(Request((2, 0), tuple(sources), methods))
+        assert "sc-swipe" not in panels_html(viewer), "one head is not compared with itself"
+
+
 def test_files_hold_signed_maps_overlays_and_numbers():
-    viewer = view(network(), "cam", colours="signed")
+    viewer = view(network(), "cam", scale="signed")
     viewer.threshold = 0.3
     files = viewer.files()
     maps = np.load(io.BytesIO(files["maps.npy"]))
@@ -274,9 +290,11 @@ def test_equal_class_names_are_told_apart_by_number():
 def test_names_cannot_write_html():
     net = network()
     net.class_names = ("<script>alert(1)</script>",) * 4
-    viewer = Viewer("<img src=x onerror=alert(1)>", PICTURE, [net])
+    viewer = Viewer("<img src=x onerror=alert(1)>", PICTURE, [net], credit="<script>")
     viewer.update(Request((0,), tuple(sources_of(net)), ("cam",)))
     page = panels_html(viewer) + top_classes_html([viewer.top_classes(net, "<b>")], 0)
+    assert "sc-swipe" in page
+    page += state_link_html('"><script>')
     page += links_html({'"><script>.npy': b""})
     assert "<script" not in page and "<img src=x" not in page and "&lt;script&gt;" in page
     assert boxes_html([None, (0, 0, 0.5, 1)], 0.4).startswith(
@@ -318,6 +336,20 @@ def test_a_missing_gradio_is_named_with_its_pip_line(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2 and "pip install 'sigcam[ui]'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_page_that_does_not_answer_in_time_ends_with_two_and_a_sentence():
+    code = (
+        "import sys, gradio\n"
+        "def launch(*args, **options):\n    raise ValueError('When localhost is not accessible, a link')\n"
+        "gradio.Blocks.launch = launch\n"
+        "sys.argv = ['sigcam', 'ui', '--no-open', '--port', '17861']\n"
+        "from sigcam.cli.main import main\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("sigcam:")]
+    assert done.returncode == 2 and "127.0.0.1:17861 did not answer in time" in line
 
 
 @pytest.mark.parametrize("module", ["sigcam.cli.app", "sigcam.ui.serve"])
@@ -556,7 +588,7 @@ def test_a_thumbnail_is_written_once_and_follows_its_file(tmp_path):
 def test_a_slider_that_sends_no_number_gives_a_sentence(tmp_path, value):
     page, request = made_page(network(), tmp_path), gr.Request(session_hash="a")
     page.load(request)
-    controls = (["softmax head"], ["cam"], "evidence", "shared")
+    controls = (["softmax head"], ["cam"], "unit")
     for call in (
         lambda: page.set_threshold(request, value),
         lambda: page.set_delta(request, value),
@@ -573,7 +605,7 @@ def test_a_slider_that_sends_no_number_gives_a_sentence(tmp_path, value):
         with pytest.raises(gr.Error, match="numbers only"):
             call()
     viewer = page.viewers.get(":a")
-    assert (viewer.threshold, viewer.delta) == (0.4, 0.0), "nothing of it is kept"
+    assert (viewer.threshold, viewer.delta) == (0.2, 0.0), "nothing of it is kept"
 
 
 def test_a_slider_stays_in_its_limits_and_an_empty_field_changes_nothing(tmp_path):
@@ -593,33 +625,134 @@ def test_a_slider_stays_in_its_limits_and_an_empty_field_changes_nothing(tmp_pat
 
 def test_the_threshold_is_a_probability_while_maps_are_and_starts_anew_when_its_meaning_changes(tmp_path):
     page, request = made_page(calibrated(8), tmp_path), gr.Request(session_hash="a")
-    page.load(request)
+    loaded = page.load(request)
     viewer = page.viewers.get(":a")
+    assert (loaded[7], loaded[8]["value"], viewer.threshold) == ("absolute", 0.5, 0.5)
 
-    def scaled(scale: str) -> Any:
-        return page.redraw(request, [0], ["sigmoid branch"], ["cam"], "evidence", scale)[-1]
+    def scaled(scale: str, head: str = "sigmoid branch") -> Any:
+        return page.redraw(request, [0], [head], ["cam"], scale)[-1]
 
-    page.set_threshold(request, 0.7)
-    assert "value" not in scaled("own") and viewer.threshold == 0.7, "a fraction stays what it was"
-    slider = scaled("probability")
-    assert (slider["value"], viewer.threshold) == (0.5, 0.5) and "this probability" in slider["info"]
     page.set_threshold(request, 0.9)
-    assert "value" not in scaled("probability") and viewer.threshold == 0.9
-    slider = scaled("shared")
-    assert (slider["value"], viewer.threshold) == (THRESHOLD, THRESHOLD) and "fraction" in slider["info"]
-    assert "value" not in scaled("nonsense") and viewer.request.scale == "shared"
+    assert "value" not in scaled("absolute") and viewer.threshold == 0.9, "a probability stays what it was"
+    slider = scaled("unit")
+    assert (slider["value"], viewer.threshold) == (0.2, 0.2) and "fraction" in slider["info"]
+    page.set_threshold(request, 0.7)
+    assert "value" not in scaled("signed") and "value" not in scaled("nonsense")
+    assert (viewer.threshold, viewer.request.scale) == (0.7, "unit")
+    slider = scaled("absolute")
+    assert (slider["value"], viewer.threshold) == (0.5, 0.5) and "this probability" in slider["info"]
+    assert scaled("absolute", "softmax head")["value"] == 0.2, "no map is in probabilities"
     click = gr.SelectData(None, {"index": 0, "value": ""})
-    page.select(request, click, 1, ["sigmoid branch"], ["cam"], "evidence", "probability", None, 0)
+    page.select(request, click, 1, ["sigmoid branch"], ["cam"], "absolute", None, 0)
     assert page.viewers.get(":a").threshold == 0.5, "the default while the field is empty"
 
 
-def test_a_choice_that_fails_leaves_the_threshold_for_the_next_one(tmp_path):
+def test_the_page_and_explain_draw_boxes_at_the_same_default(tmp_path):
+    for net, scale in ((network(), "unit"), (calibrated(), "probability")):
+        page, request = made_page(net, tmp_path), gr.Request(session_hash="a")
+        page.load(request)
+        assert page.viewers.get(":a").threshold == explain(net, [PICTURE], scale=scale).default_threshold
+
+
+def test_a_choice_that_fails_warns_and_leaves_the_threshold_for_the_next_one(tmp_path, monkeypatch):
+    said = list[str]()
+    monkeypatch.setattr(gr, "Warning", lambda message, **how: said.append(message))
     page, request = made_page(calibrated(8), tmp_path), gr.Request(session_hash="a")
     page.load(request)
-    with pytest.raises(gr.Error, match="at least one head"):
-        page.redraw(request, [0], [], ["cam"], "evidence", "probability")
-    slider = page.redraw(request, [0], ["sigmoid branch"], ["cam"], "evidence", "probability")[-1]
+    page.redraw(request, [0], ["sigmoid branch"], ["cam"], "unit")
+    assert page.redraw(request, [0], [], ["cam"], "absolute") == [gr.skip()] * 5
+    assert said == ["choose at least one head and one method to see maps."]
+    slider = page.redraw(request, [0], ["sigmoid branch"], ["cam"], "absolute")[-1]
     assert slider["value"] == page.viewers.get(":a").threshold == 0.5
+
+
+# ---------------------------------------------------------------------------------------------- links
+
+
+def test_a_link_restores_what_it_was_made_of(tmp_path):
+    page, request = made_page(calibrated(8), tmp_path), gr.Request(session_hash="a")
+    page.load(request)
+    click = gr.SelectData(None, {"index": 2, "value": ""})
+    page.select(request, click, 1, ["softmax head", "sigmoid branch"], ["cam", "layer-cam"], "signed", 0.3, 0)
+    page.redraw(request, [5, 1], ["softmax head", "sigmoid branch"], ["cam", "layer-cam"], "signed")
+    page.set_threshold(request, 0.35), page.set_delta(request, -1.5)
+    query = unescape(re.search(r'href="([^"]*)"', page.link(request)).group(1))
+    assert page.link(request).count("here is no") == 0 and query.startswith("?class=bird+5&class=bird+1&")
+    other = gr.Request(session_hash="b")
+    loaded = page.load(other, query)
+    first, second = page.viewers.get(":a"), page.viewers.get(":b")
+    assert (first.request, first.threshold, first.delta, first.example) == (
+        second.request,
+        second.threshold,
+        second.delta,
+        second.example,
+    )
+    assert loaded[4] == [5, 1] and loaded[5]["value"] == ["softmax head", "sigmoid branch"]
+    assert loaded[6:8] == [["cam", "layer-cam"], "signed"]
+    assert loaded[8]["value"] == 0.35 and loaded[9] == -1.5
+    assert panels_html(first) == panels_html(second)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "?scale=%00&class=nobody&head=<script>&method=__init__&threshold=nan&delta=inf&example=../../etc/passwd",
+        "?class=" + "x" * 10_000,
+        "?" + "&".join(f"head=head{i}" for i in range(500)),
+        "?threshold=1e999&delta=&threshold=&scale",
+        "?threshold=0.5;delta=1&%ff%fe=%zz",
+        ["scale=signed"],
+        {"scale": "signed"},
+        None,
+        7,
+    ],
+)
+def test_an_address_that_nobody_made_here_opens_the_default(tmp_path, query):
+    page = made_page(calibrated(8), tmp_path)
+    plain, odd = gr.Request(session_hash="a"), gr.Request(session_hash="b")
+    expected, found = page.load(plain), page.load(odd, query)
+    assert found[4:8] == expected[4:8] and found[9] in (0.0, 5.0)
+    assert 0 <= page.viewers.get(":b").threshold <= 1
+
+
+def test_a_link_to_too_many_maps_opens_the_default_and_repeated_values_count_once(tmp_path):
+    page, request = made_page(calibrated(8), tmp_path), gr.Request(session_hash="a")
+    many = "&".join(f"class=bird+{k}" for k in range(8)) + "&head=softmax+head&head=sigmoid+branch"
+    page.load(request, many)
+    assert len(page.viewers.get(":a").panels) == 2
+    page.load(request, "class=bird+3&class=bird+3&head=softmax+head&head=softmax+head")
+    assert len(page.viewers.get(":a").panels) == 1
+
+
+def test_a_link_never_names_a_file_or_an_upload(tmp_path):
+    folder, uploads = tmp_path / "in", tmp_path / "up"
+    folder.mkdir(), uploads.mkdir()
+    PICTURE.save(folder / "private.png"), PICTURE.save(uploads / "secret.png")
+    net = network()
+    for gallery in (ImageGallery(images_from_paths([folder]), folder), ImageGallery(birds(4))):
+        page, request = Page({"net": net}, gallery, uploads), gr.Request(session_hash="a")
+        page.load(request, "?example=private.png")
+        assert ("example=" in page.link(request)) == (gallery.root is None)
+        page.upload(request, str(uploads / "secret.png"), ["softmax head"], ["cam"], "unit", None, 0)
+        assert "example=" not in page.link(request) and "png" not in page.link(request)
+
+
+def test_the_examples_are_photographs_with_their_credit_or_synthetic_without_the_extra(tmp_path, monkeypatch):
+    pytest.importorskip("skimage")
+    gallery, labelled = open_gallery("", None)
+    assert gallery.sample(0).id == "chelsea" and "CC0" in gallery.credits["chelsea"] and not labelled
+    assert set(gallery.credits) == {sample.id for sample in gallery.samples} and gallery.open(0)[1].size > (
+        9,
+        9,
+    )
+    page, request = Page({"net": network()}, gallery, tmp_path), gr.Request(session_hash="a")
+    assert "CC0" in page.load(request)[0] and page.viewers.get(":a").example == "chelsea"
+
+    def missing(names: Any = None) -> Any:
+        raise MissingExtra("an example photograph", "scikit-image", "examples")
+
+    monkeypatch.setattr("sigcam.ui.images.example_photographs", missing)
+    assert len(open_gallery("", None)[0]) >= 6 and not open_gallery("", None)[0].credits
 
 
 def test_requests_of_one_tab_take_turns(tmp_path, monkeypatch):
@@ -636,7 +769,7 @@ def test_requests_of_one_tab_take_turns(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Viewer, "update", slow_update)
     monkeypatch.setattr(Viewer, "shift", lambda viewer, delta: (order.append("shift"), shift(viewer, delta)))
-    choices = (["softmax head"], ["cam"], "signed", "shared")
+    choices = (["softmax head"], ["cam"], "signed")
     threads = [
         threading.Thread(target=page.redraw, args=(request, [1], *choices)),
         threading.Thread(target=page.set_delta, args=(request, 2.0)),
@@ -741,7 +874,7 @@ def test_a_fit_ends_by_itself_and_everybody_who_comes_later_gets_its_branch(tmp_
         assert "done in" in status and "branch.safetensors" in link and not error
         assert [head["choices"][-1] for head in heads] == ["fitted here: sigmoid branch"] * 3
     outputs = page.load(gr.Request(session_hash="new"))
-    assert len(outputs) == 8 and outputs[5]["choices"][-1] == "fitted here: sigmoid branch"
+    assert len(outputs) == 12 and outputs[5]["choices"][-1] == "fitted here: sigmoid branch"
 
 
 def test_the_error_of_a_fit_is_shown_once_to_the_first_who_returns(tmp_path, monkeypatch):
@@ -827,6 +960,5 @@ def test_an_unfitted_model_falls_back_to_the_centred_head_and_says_so(tmp_path):
     nets, notice = open_networks(UiOptions(spec, open=False))
     assert "centred" in notice and str(tmp_path) not in notice
     assert sources_of(nets["net.py:tiny"])[0].branch == "centred"
-    assert len(open_gallery("", None)[0]) >= 6
     with pytest.raises(DataError, match="does not exist"):
         open_gallery(str(Path(tmp_path) / "nowhere"), None)

@@ -41,6 +41,7 @@ PAPER_METHODS = ("cam", "grad-cam", "grad-cam++", "xgrad-cam", "layer-cam")  # T
 FIDELITY = ("average_drop", "increase_in_confidence", "mean_map")
 CURVES = ("insertion", "deletion")
 FIRST_BOX = ("gt_known_loc_first", "top1_loc_first")  # the paper's count for images with several boxes
+VGG, RESNET, INCEPTION = "wsol:vgg16-cam", "wsol:resnet50-v1", "wsol:inception_v3"
 PAPER_BACKBONES = {"vgg16": "VGG-16", "resnet50": "ResNet-50", "inception_v3": "InceptionV3"}
 
 
@@ -61,6 +62,7 @@ def published_value(row: BenchRow, table: str, metric: str) -> float | None:
     The paper scored the confidence of its own maps by its own branch, and compared with the first box only.
     """
     variant = (row["branch"], row["clamp"])
+    table = "pos-weight" if "pos_weight" in row else table
     if row.get("scale", "unit") != "unit":
         return None
     paper_row = {("softmax", False): "baseline", ("sigmoid", True): "ours"}.get(variant)
@@ -76,7 +78,7 @@ def published_value(row: BenchRow, table: str, metric: str) -> float | None:
             return None
         name = name.removesuffix("_first")
     if table not in ("nwc", "pos-weight"):  # any other table is compared with Table 1 or 2
-        table = "table1" if name in FIDELITY else "table2"
+        table = "table1" if name in FIDELITY else "nwc" if paper_row == "ours_no_nwc" else "table2"
     if row.get("zoom", 1) != 1 or (table == "table1" and paper_row != "baseline" and not scorer):
         return None
     return _VALUES.get((table, _paper_backbone(row), row["method"], paper_row, row["dataset"], name))

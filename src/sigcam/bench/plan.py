@@ -9,13 +9,12 @@ from typing import Any, Literal
 
 import torch
 
+from sigcam.bench.paper import VGG
 from sigcam.core.errors import DataError
 from sigcam.core.manifest import versions
 from sigcam.data.registry import open_dataset
 from sigcam.data.sample import Samples, check_disjoint
 
-VGG = "wsol:vgg16-cam"
-RESNET, INCEPTION = "wsol:resnet50-v1", "wsol:inception_v3"  # with weights that come by package name
 ABLATION_IMAGES = 500  # test images for ablations and for other classifiers than the plan's
 
 
@@ -30,7 +29,7 @@ class Plan:
     zoom: float = 2.0  # enlargement of the images in the zoomed rows; 1 leaves these rows out
     backbone: str = "embedded"
     classifiers: Path | None = None  # folder with DATASET/classifier.safetensors files, trained beforehand
-    classifier_recipe: Literal["probe", "stages"] = "probe"  # to train the last layer, or the last stages too
+    classifier_recipe: Literal["probe", "stages", "last-stage"] = "probe"  # what is trained on the data
     train_images: int | None = None  # training images for classifiers and branches
     device: str = "cpu"
     batch_size: int = 16
@@ -55,6 +54,11 @@ class Plan:
         )
         check_disjoint(train, self.samples(dataset, "test", None), message)
         return train
+
+    @property
+    def quick(self) -> bool:
+        """Whether a first look is enough."""
+        return self.localization_images is not None
 
     @property
     def ablation_images(self) -> int | None:
@@ -87,7 +91,8 @@ class Plan:
             return "as published"
         if self.backbone == VGG:
             return "conv6 and fc trained"
-        return {"probe": "a linear probe", "stages": "last stages trained"}[self.classifier_recipe]
+        kinds = {"probe": "a linear probe", "stages": "last stages trained"}
+        return kinds.get(self.classifier_recipe, "last stage trained")
 
     def has(self, dataset: str) -> bool:
         """Whether the data folder contains the data set."""

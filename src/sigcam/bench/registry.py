@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from sigcam.bench.paper import CURVES, FIDELITY, BenchRow
+from sigcam.bench.paper import CURVES, FIDELITY, INCEPTION, RESNET, VGG, BenchRow
 from sigcam.core.types import Progress
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class TableSpec:
     note: str = _LOCALIZATION_NOTE  # what readers must know about the numbers
     in_all: bool = True  # whether `sigcam bench all` makes the table
     own_classifier: bool = False  # whether the table chooses the classifier itself, so --model does not apply
+    network: str | None = None  # a network of the paper, whose overhead is measured too
 
     def rows(self, plan: Plan, progress: Progress) -> list[BenchRow]:
         """Measure the rows of the table."""
@@ -68,10 +69,14 @@ class TableSpec:
         return rows
 
 
-def _other_classifier(title: str, summary: str, make: str, datasets: tuple[str, ...]) -> TableSpec:
+def _other_classifier(
+    title: str, summary: str, make: str, datasets: tuple[str, ...], network: str | None = None
+) -> TableSpec:
     """Return the spec of a table that measures everything with another classifier."""
     columns, note = (*_LOCALIZATION_COLUMNS, *_FIDELITY_COLUMNS), f"{_LOCATED_NOTE} {_FIDELITY_NOTE}"
-    return TableSpec(title, summary, make, datasets, columns, note, in_all=False, own_classifier=True)
+    return TableSpec(
+        title, summary, make, datasets, columns, note, in_all=False, own_classifier=True, network=network
+    )
 
 
 TABLES: dict[str, TableSpec] = {
@@ -144,23 +149,26 @@ TABLES: dict[str, TableSpec] = {
     ),
     "vgg16": _other_classifier(
         "The paper's VGG-16 for CAM",
-        "the paper's VGG-16 for CAM, its convolutions as published, `conv6` and the linear layer trained on "
-        "1,500 images (`--full`: all), on the first available of `cub` and `cars`",
-        "sigcam.bench.tables:vgg16",
-        FINE_DATASETS,
+        "the paper's VGG-16 for CAM with published convolutions, its `conv6` and `fc` trained on `cub`, "
+        "`cars`, `openimages` and `pets`: tables 1 and 2, the weight of a positive label, overhead",
+        "sigcam.bench.paper_networks:vgg16",
+        (*FINE_DATASETS, *MASKED_DATASETS),
+        VGG,
     ),
     "resnet50": _other_classifier(
         "The paper's ResNet-50",
-        "the paper's ResNet-50 with published ImageNet weights: a linear probe on `cub`, `cars`, "
-        "`openimages` and `pets`, its own head on `ilsvrc`",
-        "sigcam.bench.tables:resnet50",
+        "the same for ResNet-50 with published weights: a linear probe, on `cub` and `cars` also its last "
+        "stage trained, on `ilsvrc` its published head",
+        "sigcam.bench.paper_networks:resnet50",
         DATASETS,
+        RESNET,
     ),
     "inception_v3": _other_classifier(
         "The paper's InceptionV3 for gradient methods",
-        "the paper's InceptionV3 with published ImageNet weights (8-bit, dequantised), in the same way",
-        "sigcam.bench.tables:inception_v3",
+        "the same for InceptionV3 with published weights (8-bit, dequantised)",
+        "sigcam.bench.paper_networks:inception_v3",
         DATASETS,
+        INCEPTION,
     ),
 }
 OTHER_TARGETS = {

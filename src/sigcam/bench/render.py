@@ -9,6 +9,7 @@ from typing import Any
 
 from PIL import Image
 
+from sigcam.bench.agreement import agreement, agreement_words
 from sigcam.bench.paper import BenchRow, published_overhead, published_value, row_name
 from sigcam.bench.plan import Plan
 from sigcam.bench.registry import TABLES
@@ -17,7 +18,6 @@ from sigcam.evaluation.registry import METRICS, metric_of
 from sigcam.methods.explanation import data_uri
 from sigcam.reports.html import Figure, Number, ReportTable, Section, Shot, render_page
 
-OVERHEAD_REPEATS = 21
 VERDICTS = {True: "better", False: "worse", None: ""}
 CSV_KEYS = ("dataset", "backbone", "classifier", "method", "row", "branch", "clamp", "zoom", "images")
 CSV_DIFFERENCES = {
@@ -39,6 +39,7 @@ def write_table(plan: Plan, table: str, rows: Sequence[BenchRow]) -> dict[str, A
             {"row": row_name(row), **row, "published": {c: published_value(row, table, c) for c in columns}}
             for row in rows
         ],
+        "agreement": agreement(table, rows),
     }
     write_result(plan, content)
     out = io.StringIO()
@@ -111,22 +112,50 @@ def html(results: Sequence[dict[str, Any]], figures: Sequence[Path]) -> str:
 def _section(content: dict[str, Any]) -> Section:
     """Return the section of a result, which both Markdown and HTML are made from."""
     command = f"{content['command']}, {content['date']}"
-    if content["table"] == "overhead":
+    if is_overhead(content):
         foot = (
             f"{content['backbone']} on {content['dataset']}, batches of 8, {content['threads']} threads, "
-            f"medians of {OVERHEAD_REPEATS}, in turns."
+            f"medians of {content['repeats']}, in turns."
         )
         return Section("Overhead of the branch", _overhead_tables(content), foot=foot, command=command)
     title = TABLES[content["table"]].title
-    return Section(title, _report_tables(content), foot=content["foot"], command=command)
+    parts = [*_report_tables(content), *_agreement_tables(content.get("agreement", ()))]
+    return Section(title, parts, foot=content["foot"], command=command)
+
+
+def is_overhead(content: dict[str, Any]) -> bool:
+    """Whether a result is of the branch's cost rather than of its maps."""
+    return str(content["table"]).startswith("overhead")
+
+
+def _agreement_tables(cells: Sequence[dict[str, Any]]) -> list[ReportTable]:
+    """Return the paper's differences beside ours, if there are any."""
+    if not cells:
+        return []
+    header = ("cell", "the paper", "here (difference, interval)", "the paper's direction")
+    rows = list[tuple[str, list[Number | str | None]]]()
+    for cell in cells:
+        place = ", ".join(cell[key] for key in ("dataset", "method", "classifier", "metric"))
+        values = [" to ".join(f"{value:.2f}" for value in cell[side]) for side in ("paper", "here")]
+        values[1] += " ({:+.2f}, {:+.1f} to {:+.1f})".format(*cell["difference"])
+        agrees = {True: "yes", False: "NO"}[cell["agrees"]] + ("" if cell["certain"] else ", uncertain")
+        rows.append((place.replace("_", " "), [*values, agrees]))
+    title = f"From softmax signed to sigmoid clamped, beside the paper: {agreement_words(cells)}"
+    return [ReportTable(header, rows, title=title.removesuffix("."))]
 
 
 def _report_tables(content: dict[str, Any]) -> list[ReportTable]:
     """Return one table for the rows of each data set, method and zoom."""
     groups = dict[str, list[BenchRow]]()
+    several = len({(row["dataset"], row["classifier"]) for row in content["rows"]}) > len(
+        {row["dataset"] for row in content["rows"]}
+    )
     for row in content["rows"]:
         zoom = f", images x{row['zoom']:g}" if row["zoom"] != 1 else ""
-        title = f"{row['dataset']}, {row['method']}{zoom}, {row['images']} images"
+        kind = f", {row['classifier']}" if several else ""
+        kind += ", positive weight" if "pos_weight" in row and content["table"] != "pos-weight" else ""
+        title = f"{row['dataset']}, {row['method']}{kind}{zoom}, {row['images']} images"
+        title += " for confidence" if several and "average_drop" in row else ""
         groups.setdefault(title, []).append(row)
     tables = list[ReportTable]()
     for title, rows in groups.items():

@@ -14,7 +14,7 @@ from sigcam.bench.figures import draw_figures
 from sigcam.bench.overhead import overhead
 from sigcam.bench.plan import Plan
 from sigcam.bench.registry import DATASETS, FINE_DATASETS, TABLES, targets
-from sigcam.bench.render import html, markdown, write_table
+from sigcam.bench.render import html, is_overhead, markdown, write_table
 from sigcam.core.distributed import process_group, rank, world_size
 from sigcam.core.errors import ConfigError, DataError, SigcamError
 from sigcam.core.files import check_writable, parse_json, write_text_atomic
@@ -76,6 +76,11 @@ def run_bench(
             rows = attempt(name, partial(spec.rows, plan, progress))
             if first and rows is not None:
                 write_table(plan, name, rows)
+            if first and rows is not None and spec.network:
+                own = replace(plan, backbone=spec.network, classifier_recipe="last-stage")
+                if any(map(plan.has, FINE_DATASETS)):
+                    few: Any = {"repeats": 5, "images": 128}
+                    overhead(own, progress, f"overhead-{name}", **few)
     if first:  # outside the process group: the other processes have ended
         if target == "overhead" or (target == "all" and any(map(plan.has, FINE_DATASETS))):
             attempt("overhead", partial(overhead, plan, progress))
@@ -89,8 +94,9 @@ def run_bench(
 
 def _finish(plan: Plan, announce: Callable[[str], None]) -> None:
     """Write the page with all results in the output folder and the manifest; announce both."""
-    results = [r for name in (*TABLES, "overhead") if (r := _read_result(plan.output / f"{name}.json"))]
-    tables = [result for result in results if result["table"] != "overhead"]
+    overheads = ["overhead", *(f"overhead-{name}" for name in TABLES)]
+    results = [r for name in (*TABLES, *overheads) if (r := _read_result(plan.output / f"{name}.json"))]
+    tables = [result for result in results if not is_overhead(result)]
     figures = sorted((plan.output / "figures").glob("*.png"))
     if results or figures:
         write_text_atomic(plan.output / "index.html", html(results, figures))

@@ -1,16 +1,16 @@
 """The rows of each table in the registry."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from sigcam.bench.measure import evaluate_rows, logit_shift, presence, with_presence
-from sigcam.bench.networks import BranchFit, networks, packaged_weights, paper_fit, table_fits
+from sigcam.bench.networks import BranchFit, networks, paper_fit, table_fits
 from sigcam.bench.paper import CURVES, FIDELITY, FIRST_BOX, HEADS, PAPER_METHODS, BenchRow
-from sigcam.bench.plan import INCEPTION, RESNET, VGG, Plan
+from sigcam.bench.plan import Plan
 from sigcam.bench.registry import DATASETS, FINE_DATASETS, MASKED_DATASETS
-from sigcam.core.distributed import world_size
-from sigcam.core.errors import ConfigError, DataError
+from sigcam.core.config import FitConfig
+from sigcam.core.errors import DataError
 from sigcam.core.types import Progress
 from sigcam.methods.registry import METHODS
 from sigcam.network.dual import DualBranch
@@ -50,22 +50,36 @@ def nwc(plan: Plan, progress: Progress) -> list[BenchRow]:
 
 def pos_weight(plan: Plan, progress: Progress) -> list[BenchRow]:
     """The weight of a positive label: 1, half of C - 1, C - 1."""
-    dataset = plan.available((*FINE_DATASETS, "ilsvrc"))[0]
+    return pos_weight_rows(plan, plan.available((*FINE_DATASETS, "ilsvrc"))[0], progress)
+
+
+def pos_weight_rows(
+    plan: Plan, dataset: str, progress: Progress, steps: Mapping[str, Any] | None = None
+) -> list[BenchRow]:
+    """The rows of a data set. Given the settings of gradient `steps`, also of branches trained by the paper's
+    recipe on the same features instead of solved for."""
     samples, rows = plan.samples(dataset, "test", plan.ablation_images), list[BenchRow]()
     most = len(samples.classes) - 1
     weights = dict.fromkeys((1, max(1, most // 2), most))
-    fits = {f"{w:g}": paper_fit(plan, dataset, pos_weight=float(w)) for w in weights}
-    (_, net), *others = networks(plan, dataset, fits, progress).items()
-    settings = MAP_VARIANTS | {"methods": methods_for(net)[:2], "metrics": localization_metrics(dataset)}
-    settings |= {"others": dict(others)}
-    by_weight: dict[str, list[BenchRow]] = {weight: [] for weight in fits}
-    for row in evaluate_rows(plan, "pos-weight", net, dataset, samples, progress, **settings):
+    by_steps: Any = {"recipe": "paper-code", "prior": "zero", "views": 1, **(steps or {})}
+    fits, facts = dict[str, FitConfig](), dict[str, BenchRow]()
+    for settings in [{}, by_steps] if steps else [{}]:
+        for weight in weights:
+            name = f"{weight:g}{' by steps' if settings else ''}"
+            fits[name] = paper_fit(plan, dataset, pos_weight=float(weight), **settings)
+            facts[name] = {"pos_weight": weight} | ({"fit": "the paper's recipe"} if settings else {})
+    (first, net), *others = networks(plan, dataset, fits, progress).items()
+    variants = MAP_VARIANTS | {"methods": methods_for(net)[:2], "metrics": localization_metrics(dataset)}
+    variants |= {"others": dict(others)}
+    found: dict[str, list[BenchRow]] = {name: [] for name in fits}
+    name = f"pos-weight-{plan.slug}-{dataset}" if steps else "pos-weight"
+    for row in evaluate_rows(plan, name, net, dataset, samples, progress, **variants):
         if row["branch"] in ("softmax", "centred"):  # which have no weight
             rows.append(row)
         else:
-            name = "1" if row["branch"] == "sigmoid" else row["branch"]
-            by_weight[name].append(row | {"branch": "sigmoid", "pos_weight": int(name), "versus": {}})
-    return [*rows, *(row for each in by_weight.values() for row in each)]
+            name = first if row["branch"] == "sigmoid" else row["branch"]
+            found[name].append(row | {"branch": "sigmoid", "versus": {}} | facts[name])
+    return [*rows, *(row for each in found.values() for row in each)]
 
 
 def sources(plan: Plan, progress: Progress) -> list[BenchRow]:
@@ -112,23 +126,6 @@ def stages(plan: Plan, progress: Progress) -> list[BenchRow]:
     return other_classifier(replace(plan, classifier_recipe="stages"), datasets, progress)
 
 
-def vgg16(plan: Plan, progress: Progress) -> list[BenchRow]:
-    """The paper's own network with its published convolutions."""
-    if world_size() > 1:
-        raise ConfigError("vgg16 is trained in one process: start it without torchrun.")
-    return other_classifier(replace(plan, backbone=VGG), plan.available(FINE_DATASETS)[:1], progress)
-
-
-def resnet50(plan: Plan, progress: Progress) -> list[BenchRow]:
-    """The paper's ResNet-50 with published weights; a linear probe, on ImageNet its own head."""
-    return other_classifier(replace(plan, backbone=RESNET), plan.available(DATASETS), progress)
-
-
-def inception_v3(plan: Plan, progress: Progress) -> list[BenchRow]:
-    """The paper's InceptionV3 for gradient methods with published weights, in the same way."""
-    return other_classifier(replace(plan, backbone=INCEPTION), plan.available(DATASETS), progress)
-
-
 def other_classifier(plan: Plan, datasets: Sequence[str], progress: Progress) -> list[BenchRow]:
     """Fidelity and localisation of another classifier, on fewer images and without zoom."""
     few = plan.fidelity_images and min(plan.fidelity_images, OTHER_FIDELITY_IMAGES)
@@ -138,8 +135,7 @@ def other_classifier(plan: Plan, datasets: Sequence[str], progress: Progress) ->
         if dataset in FINE_DATASETS:
             rows += fidelity_rows(plan, dataset, progress, curves=False)  # which cost more than all else
         rows += localization_rows(plan, dataset, progress)
-    about = packaged_weights(plan)
-    return [row | about for row in rows]
+    return rows
 
 
 def fidelity_rows(plan: Plan, dataset: str, progress: Progress, *, curves: bool = True) -> list[BenchRow]:

@@ -31,6 +31,11 @@ def list_caches_command(options: ListCachesOptions) -> None:
             "name": cache.folder.name,
             "model": cache.about.get("model", "?"),
             "layer": cache.about.get("layer", "?"),
+            "holds": "maps"
+            if "maps" in cache.about
+            else "backgrounds"
+            if "background" in cache.about
+            else "features",
             "view": "mirrored" if cache.about.get("view") else "plain",
             "images": cache.about.get("images", 0),
             "megabytes": round(cache.size / 1e6, 1),

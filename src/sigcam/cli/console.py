@@ -76,7 +76,7 @@ def progress_bar(quiet: bool = False) -> Iterator[Progress]:
         yield lambda stage, done, total: None
         return
     if sys.stderr is None or not sys.stderr.isatty():
-        yield _once_per_end(_PlainLines())
+        yield _with_clock(_PlainLines())
         return
     from rich import progress as rich
     from rich.console import Console
@@ -89,48 +89,52 @@ def progress_bar(quiet: bool = False) -> Iterator[Progress]:
         rich.TextColumn("ETA"),
         rich.TimeRemainingColumn(),
     )
-    with rich.Progress(*columns, console=Console(stderr=True)) as bars:
+    with rich.Progress(*columns, console=Console(stderr=True), get_time=time.monotonic) as bars:
         tasks = dict[str, rich.TaskID]()
 
-        def update(stage: str, done: int, total: int, restarted: bool) -> None:
-            if restarted or stage not in tasks:
+        def update(stage: str, done: int, total: int, began: float | None) -> None:
+            if began is not None:
                 tasks[stage] = bars.add_task(printable(stage), total=total)
+                bars.tasks[-1].start_time = began
             bars.update(tasks[stage], completed=done, total=total)
 
-        yield _once_per_end(update)
+        yield _with_clock(update)
 
 
 class _PlainLines:
     """Print a line every 10 seconds and at the end of each stage."""
 
     def __init__(self) -> None:
-        self.begun: dict[str, tuple[float, int]] = {}  # time and images done: a run may continue another
+        self.begun: dict[str, float] = {}
+        self.first: dict[str, tuple[float, int]] = {}  # time and images done: a run may continue another
         self.printed: dict[str, float] = {}
 
-    def __call__(self, stage: str, done: int, total: int, restarted: bool) -> None:
+    def __call__(self, stage: str, done: int, total: int, began: float | None) -> None:
         now = time.monotonic()
-        if restarted or stage not in self.begun:
-            self.begun[stage], self.printed[stage] = (now, done), now
-        begin, before = self.begun[stage]
+        if began is not None:
+            self.begun[stage], self.first[stage], self.printed[stage] = began, (now, done), now
+        first, before = self.first[stage]
         if done >= total or now - self.printed[stage] >= 10:
             self.printed[stage] = now
-            left = (now - begin) / max(done - before, 1) * (total - done)
-            eta = f", about {left:.0f} s left" if done < total else f", {now - begin:.0f} s"
+            left = (now - first) / max(done - before, 1) * (total - done)
+            eta = f", about {left:.0f} s left" if done < total else f", {now - self.begun[stage]:.0f} s"
             say(f"{stage}: {done} of {total}{eta}", err=True)
 
 
-def _once_per_end(update: Callable[[str, int, int, bool], None]) -> Progress:
-    """Return a progress function that reports the end of a stage once, and whether a stage begins again."""
-    ended = set[str]()
+def _with_clock(update: Callable[[str, int, int, float | None], None]) -> Progress:
+    """Return a progress function that reports the end of a stage once, and says when a stage began, None
+    afterwards: with a first report of nothing done; without one, where the last report of any stage was."""
+    running, ended, last = set[str](), set[str](), time.monotonic()
 
     def progress(stage: str, done: int, total: int) -> None:
-        repeated = stage in ended
-        if done >= total > 0:
-            ended.add(stage)
-            if repeated:
-                return
-        else:
-            ended.discard(stage)
-        update(stage, done, total, repeated)
+        nonlocal last
+        before, last = last, time.monotonic()
+        ends = done >= total > 0
+        if ends and stage in ended:
+            return
+        began = None if stage in running else before if done else last
+        (running, ended)[ends].add(stage)
+        (ended, running)[ends].discard(stage)
+        update(stage, done, total, began)
 
     return progress

@@ -23,7 +23,8 @@ class DemoOptions(opt.RunOptions, opt.SeedOptions, opt.JsonOptions):
 def demo_command(options: DemoOptions) -> None:
     """Do the whole job offline: make data, train a classifier, fit a branch, draw and measure maps."""
     from sigcam.network.opening import check_device
-    from sigcam.reports.demo import map_source, run_demo
+    from sigcam.reports.demo import run_demo
+    from sigcam.reports.demo_page import map_source
 
     with progress_bar() as progress:
         result = run_demo(
@@ -37,6 +38,18 @@ def demo_command(options: DemoOptions) -> None:
     if options.json:
         typer.echo(json.dumps(result, indent=1))
         return
+    photograph = result.pop("photograph")
+    if "left_out" in photograph:
+        say(f"no photograph: {photograph['left_out']}")
+    else:
+        show_table(
+            f"one photograph: {photograph['credit']}",
+            [
+                (r["class_name"], f"{r['probability']:.3f}", f"{r['evidence']:.3f}", r["presence"])
+                for r in photograph["classes"]
+            ],
+            header=("class", "softmax probability", "sigmoid evidence", "verdict"),
+        )
     show_table(
         "mean IoU of the thresholded map with the object's mask",
         [(map_source(r), r["clamp"], f"{r['iou']:.3f}", f"{r['threshold']:.2f}") for r in result.pop("maps")],

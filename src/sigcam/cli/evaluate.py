@@ -40,17 +40,17 @@ class EvaluateOptions(
     split: str = option("Split of the data.", "test")
     branch: str = option("File of a fitted branch.", "")
     branches: str | None = option("Some of softmax,sigmoid,centred; default: two of them.", None)
-    method: str = option("Methods: cam,grad-cam, ...", "grad-cam")
+    method: str = option("Methods, comma-separated: cam,grad-cam, ...", "grad-cam")
     scales: str = option(
         "Scales of the maps: unit (each from 0 to 1), probability (with background evidence), or both.",
         "unit",
     )
     zoom: float = option("Draw maps from images enlarged by this factor: finer, slower.", 1.0)
-    metrics: str | None = option("Metrics: max_box_acc_v2,pxap, ...", None)
+    metrics: str | None = option("Metrics, comma-separated: max_box_acc_v2,pxap, ....", None)
     scorer: str = option("Heads that score confidence: softmax,sigmoid,branch or some of them.", "softmax")
     val_split: str | None = option("Also choose thresholds on this split.", None)
     limit: int | None = option("Number of images: the first N only.", None, min=1)
-    intervals: bool = option("95 % bootstrap intervals.", False)
+    intervals: bool = option("Also give 95 % bootstrap intervals.", False)
     output: Path = Path("evaluation")
 
     @property

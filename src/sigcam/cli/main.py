@@ -1,5 +1,6 @@
 """Run the command line: every failure is one line on stderr; exit code 2 for bad input, 1 for a bug."""
 
+import gc
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ CODE_FOLDER = Path(__file__).parents[1]
 
 def main() -> None:
     """Run the command that was typed; exit with 0, 2 (bad input), 1 (bug), 130 (Ctrl-C) or 143 (SIGTERM)."""
+    gc.set_threshold(20_000)  # imports make millions of objects that stay: scanning takes a second
     words, show = _without_traceback(sys.argv[1:])
     _escape_unprintable()
     try:

@@ -19,14 +19,16 @@ if TYPE_CHECKING:
     from sigcam.training.classifier import TrainResult
 
 PROBE_EPOCHS = 30
+HELD_OUT = 0.2  # share of each class's training images that a probe is measured on if there are no others
 PROBE_SETTINGS = ("epochs", "lr", "batch_size", "workers", "seed", "pretrained")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(opt.SourceOptions, opt.RunOptions, opt.ThreadOptions, opt.CropOptions):
+class TrainOptions(opt.SourceOptions, opt.RunOptions, opt.CacheOptions, opt.ThreadOptions, opt.CropOptions):
     """Options of `sigcam train-classifier`."""
 
     probe: bool = option("Train a linear head alone, with Adam, on features computed once.", False)
+    no_cache: bool = option("Keep a probe's features in memory only.", False)
     output: Path = Path("classifier")
     config: TrainConfig = TrainConfig()
 
@@ -43,12 +45,13 @@ def train_command(options: TrainOptions) -> None:
     """Train a softmax classifier on a folder, to attach a branch to; an interrupted run continues."""
     import torch
 
-    from sigcam.data.registry import open_training_data, open_validation_data
+    from sigcam.data.registry import open_held_out_data, open_training_data, open_validation_data
     from sigcam.data.sample import data_fingerprint
     from sigcam.models.classifier import save_classifier
     from sigcam.models.state_dict import fingerprint, weights_facts
     from sigcam.network.opening import open_classifier
     from sigcam.training.classifier import train_classifier
+    from sigcam.training.feature_cache import default_folder
     from sigcam.training.linear_probe import train_probe
     from sigcam.training.settings import check_train_config
 
@@ -58,6 +61,8 @@ def train_command(options: TrainOptions) -> None:
     check_train_config(config)
     if o.probe:
         _check_probe_config(config)
+    elif o.cache or o.no_cache:
+        raise ConfigError("--cache and --no-cache are of a probe: add --probe, or leave them out.")
     if o.threads:
         torch.set_num_threads(o.threads)
     train = open_training_data(o.data, o.format)
@@ -80,6 +85,7 @@ def train_command(options: TrainOptions) -> None:
 
     with progress_bar() as progress:
         if o.probe:
+            others = open_held_out_data(o.data, o.format, train)
             probe = train_probe(
                 classifier,
                 train,
@@ -88,12 +94,20 @@ def train_command(options: TrainOptions) -> None:
                 batch_size=config.batch_size,
                 workers=config.workers,
                 seed=config.seed,
+                held_out=others[1] if others else None,
+                holdout=HELD_OUT,
+                cache=None if o.no_cache else o.cache or default_folder(),
+                maps=not o.no_cache and train[0].path is not None,  # of use to `fit` from a disk alone
                 progress=progress,
             )
             skipped, facts = probe.skipped, dict[str, Any]()
+            part = f"{HELD_OUT:.0%} of the training images; the head kept is trained on all"
             numbers: dict[str, Any] = {
                 "images": probe.images,
                 "training accuracy": probe.train_accuracy,
+                "held-out accuracy": probe.held_out_accuracy,
+                "held-out images": probe.held_out_images,
+                "held out": part if others is None else f"the {others[0]} split",
                 "final loss": probe.losses[-1],
                 "skipped": len(probe.skipped),
             }

@@ -34,11 +34,12 @@ class FitConfig:
         holdout: fraction of each class's images that quality is measured on.
         calibrate: subtract log(pos_weight) from the logits after training, so that scores are probabilities
             at the class frequencies of the data.
-        epochs, lr: epochs and learning rate of gradient training; None for the recipe's defaults (10 and
-            0.001; "fast": at most 30 epochs). Not used when "fast" solves a linear head.
+        epochs: epochs of gradient training; None for 10, or at most 30 with "fast". Not used when "fast"
+            solves a linear head.
+        lr: learning rate of gradient training; None for 0.001. Not used when "fast" solves a linear head.
         decay_every: "paper-code" only: the learning rate is divided by 10 at the start of every
             `decay_every`-th epoch.
-        weight_decay: "paper-code" only: weight decay.
+        weight_decay: "paper-code" only: L2 penalty of SGD, on all weights and biases of the branch.
         batch_norm: "paper-code" only: "eval" uses the running statistics, "batch" those of each batch.
         batch_size: images per gradient step.
         precision: dtype of cached features; use bfloat16 if they exceed 65504.
@@ -80,7 +81,7 @@ class TrainConfig:
         epochs: number of epochs; None for 10, or 30 for a probe.
         lr: learning rate of the features, or of Adam for a probe.
         head_lr_ratio: learning rate of the last stage, as a multiple of `lr`.
-        weight_decay: weight decay of weights and biases; None for 1e-4 on a ResNet, 5e-4 otherwise.
+        weight_decay: L2 penalty of SGD on weights and biases; None for 1e-4 on a ResNet, 5e-4 otherwise.
         decay_every: the learning rate is divided by 10 at the start of every `decay_every`-th epoch.
         freeze_until: name of the first module to train; modules defined before it keep their weights and
             statistics. None trains all.

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from importlib import import_module
 from typing import TypeVar
 
 import torch
@@ -28,6 +29,9 @@ def process_group(device: str = "cpu") -> Iterator[str]:
         yield device
         return
     on_gpu = device.partition(":")[0] == "cuda"
+    # This module's functions have the current group as a default argument. Imported later, by torch._dynamo,
+    # it would keep the group's threads alive, and such a thread may abort the interpreter at its end.
+    import_module("torch.distributed.nn.functional")
     try:
         if on_gpu:
             device = device if ":" in device else f"cuda:{os.environ['LOCAL_RANK']}"

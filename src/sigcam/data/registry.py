@@ -120,14 +120,30 @@ def open_training_data(path: str | Path, format: str | None) -> Samples:
 
 def open_validation_data(path: str, format: str | None, train: Samples) -> Samples | None:
     """Return the val split; None if there is none, or if it is the test or the training split."""
+    val = _other_split(path, format, "val", train)
+    is_folder = (format or guess_format(path)) == "folder"  # which reads test/ if there is no val/
+    if is_folder and val is not None and any(sample.id.startswith("test/") for sample in val):
+        return None
+    return val
+
+
+def open_held_out_data(path: str, format: str | None, train: Samples) -> tuple[str, Samples] | None:
+    """Return the val split or, if there is none, the test split, after its name; None if there is neither, or
+    if it has no labels."""
+    found = "val", open_validation_data(path, format, train)
+    if found[1] is None:
+        found = "test", _other_split(path, format, "test", train)
+    name, samples = found
+    return None if samples is None or any(sample.label is None for sample in samples) else (name, samples)
+
+
+def _other_split(path: str, format: str | None, split: str, train: Samples) -> Samples | None:
+    """Return a split; None if there is none, or if it has images of the training split."""
     try:
-        val = open_dataset(path, format=format, split="val")
+        samples = open_dataset(path, format=format, split=split)
     except DataError as error:
         if "has no split" in str(error):
             return None
         raise
     train_ids = {sample.id for sample in train}
-    is_folder = (format or guess_format(path)) == "folder"  # which reads test/ if there is no val/
-    if any(sample.id in train_ids or (is_folder and sample.id.startswith("test/")) for sample in val):
-        return None
-    return val
+    return None if any(sample.id in train_ids for sample in samples) else samples

@@ -98,8 +98,9 @@ class BatchEvaluator:
         """The records of the batch: without maps first, then with the maps of each variant."""
         net = self.net
         images = batch.images.to(net.device, next(net.model.parameters()).dtype)
+        grad = not {"softmax", "sigmoid"} <= net.linear  # of linear heads, gradients are the weights
         with blame_images(net, images):
-            forward = net.run(images, grad=True)  # the one pass that all variants share
+            forward = net.run(images, grad=grad)  # the one pass that all variants share
         labels = batch.labels.to(net.device) if self.needs("labels") and batch.labels is not None else None
         predicted, _ = choose_classes(net, forward, None)  # (B, 1)
         record = replace(
@@ -112,7 +113,7 @@ class BatchEvaluator:
         zoom_batch(net, images, self.zoom, whole=True)  # refuses what does not fit into memory
         zoomed_net, larger = zoomed(net, images, self.zoom)
         same = zoomed_net is net and larger is images
-        finer = forward if same else zoomed_net.run(larger, grad=True)
+        finer = forward if same else zoomed_net.run(larger, grad=grad)
         shown = located, predicted, absent_classes(located, max(net.classes, 2), record.ids)
         drawn = dict[Variant, BatchRecord]()  # equal maps are drawn once
         for variant in variants:

@@ -78,6 +78,7 @@ def evaluate(
     others = dict(others or {})
     transform = _check_arguments(net, transform, scorers, class_from, batch_size)
     _check_others(net, others)
+    net = net.for_many(len(samples))
     specs, left_out = choose_metrics(metrics, samples, network=True, maps_of_labels=class_from == "label")
     scorers = tuple(dict.fromkeys(scorers))
     evaluator = BatchEvaluator(net, specs, class_from, scorers, zoom, others, curve_steps)

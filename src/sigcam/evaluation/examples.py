@@ -19,7 +19,10 @@ from sigcam.metrics.base import relative_drop
 from sigcam.metrics.boxes import largest_box_ious, to_levels
 from sigcam.network.dual import DualBranch
 
-MAX_EXAMPLES = 200  # images
+MIN_EXAMPLES, MAX_EXAMPLES = 48, 200  # images
+SHARE = (
+    4  # of the images that were evaluated, every fourth: a report takes a fraction of the evaluation's time
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ def collect_examples(
     evaluator = BatchEvaluator(net, specs, class_from, ("softmax",), result.about["zoom"])
     variants = _first_method(result)
     generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randperm(len(samples), generator=generator)[:MAX_EXAMPLES].sort().values.tolist()
+    count = min(max(MIN_EXAMPLES, len(samples) // SHARE), MAX_EXAMPLES)
+    chosen = torch.randperm(len(samples), generator=generator)[:count].sort().values.tolist()
     subset = Samples(tuple(samples[i] for i in chosen), samples.classes)
     examples = list[Example]()
     for batch in load_batches(subset, net.transform, batch_size=batch_size, workers=workers):

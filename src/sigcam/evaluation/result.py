@@ -17,6 +17,10 @@ from sigcam.metrics.localization import MaxBoxAccV2, PxAP
 Row = dict[str, Any]
 FIXED = 0.2  # the threshold that needs no data (PROTOCOL 5.4)
 MAX_COLUMNS = 4  # of a printed table
+MEAN_MAP = (
+    "the mean value of the predicted class's map, which is the share of the image that it keeps; the more a "
+    "map keeps, the less confidence it loses, so read average drop beside it"
+)
 
 
 class MetricKey(NamedTuple):
@@ -123,10 +127,20 @@ class Result:
         lines = [f"{self.about['images']} images, all numbers in percent"]
         if any(row["scorer"] for row in self.rows):
             lines += [f"confidence, {name}: {words}" for name, words in self.about["confidence"].items()]
-        lines += [f"not measured: {metric}, {reason}" for metric, reason in self.left_out]
+        if any(row["metric"] == "mean_map" for row in self.rows):
+            lines.append(f"mean map: {MEAN_MAP}")
+        if self.left_out:
+            lines.append(f"not measured: {self.left_out_words()}")
         if self.skipped:
             lines.append(f"{len(self.skipped)} picture(s) could not be read and do not count")
         return lines
+
+    def left_out_words(self) -> str:
+        """The metrics that could not be measured, those with the same reason together, before it."""
+        names = dict[str, list[str]]()
+        for metric, reason in self.left_out:
+            names.setdefault(reason, []).append(metric)
+        return "; ".join(f"{', '.join(metrics)} ({reason})" for reason, metrics in names.items())
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the metrics, as plain data."""

@@ -80,12 +80,11 @@ class _Cam:
         eigen_smooth: bool,
     ) -> NumpyArray:
         """Return maps of `score` for the classes in `targets`, or of the functions in `targets`."""
-        if eigen_smooth:
-            raise ConfigError("eigen_smooth is not offered; EigenGradCAM does the same to gradients.")
         images = images.to(self.net.device)
         parsed = _parse_targets(targets, len(images), self.net.classes)
         at_layers = partial(explain, self.net, method=self.method, branch=self.branch, layers=self.layers)
-        run = partial(at_layers, aug_smooth=aug_smooth, batch_size=self.batch_size)
+        smoothing = {"aug_smooth": aug_smooth, "eigen_smooth": eigen_smooth}
+        run = partial(at_layers, batch_size=self.batch_size, **smoothing)
         if not isinstance(parsed, list):
             parts = [run(images, classes=parsed, target=score)]
         elif METHODS[self.method].perturbs is None:

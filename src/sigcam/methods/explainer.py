@@ -18,6 +18,7 @@ from sigcam.core.errors import ConfigError
 from sigcam.core.memory import check_memory
 from sigcam.core.types import GridSize
 from sigcam.methods.explanation import Explanation, is_calibrated
+from sigcam.methods.formulas import first_component
 from sigcam.methods.inputs import Classes, ImageSource, Scores, as_batch, choose_classes
 from sigcam.methods.postprocess import fuse_layers, unit_range
 from sigcam.methods.probe import Probe, no_autocast
@@ -33,6 +34,7 @@ from sigcam.network.zoom import check_zoom, zoom_batch, zoomed
 log = logging.getLogger("sigcam")
 BRIGHTNESS = (0.9, 1.0, 1.1)  # factors of aug_smooth
 MAX_NOTES = 5
+UNFITTED = "the sigmoid branch is not fitted, so `evidence` means nothing: fit it (sigcam.fit) or load one."
 MAX_WEIGHTS = 2**25  # numbers in the weights of the classes that are computed together
 
 
@@ -51,6 +53,7 @@ def explain(
     zoom: float = 1.0,
     stride: Literal[1] | None = None,
     aug_smooth: bool = False,
+    eigen_smooth: bool = False,
     batch_size: int | None = None,
     top_n: int | None = None,
 ) -> Explanation:
@@ -75,20 +78,22 @@ def explain(
         zoom: Draw maps from the image enlarged by this factor; class and scores stay those of the image.
         stride: 1 runs a convolutional network's last stage without its stride: maps twice as fine.
         aug_smooth: Average over the image and its mirror image, each at 0.9, 1 and 1.1 times its values.
+        eigen_smooth: Keep the first principal component of the weighted channels, instead of their sum: less
+            noise. For methods that weight channels, and unit or raw maps.
         batch_size: Number of masked images (Score-CAM) or variants of F (Ablation-CAM) per pass.
         top_n: Number of channels that Score-CAM tries: those that vary most over the image.
     """
     if not isinstance(net, DualBranch):
         kind = type(net).__name__
         raise ConfigError(f"explain takes what attach returns, not {kind}: net = sigcam.attach(model).")
-    config = MapConfig(method, branch, clamp, target, scale, batch_size, top_n).checked()
+    config = MapConfig(method, branch, clamp, target, scale, batch_size, top_n, eigen_smooth).checked()
     if stride is not None and (isinstance(stride, bool) or stride != 1):
         raise ConfigError(f"stride is 1 (no stride in the last stage) or None, not {stride!r}.")
     if aug_smooth not in (False, True):
         raise ConfigError(f"aug_smooth is True or False, not {aug_smooth!r}.")
     if isinstance(layers, str | torch.nn.Module):
         raise ConfigError("layers is a list of layers, such as layers=['layer3', 'layer4'].")
-    batch, visible = as_batch(net, images)
+    batch, seen = as_batch(net, images)
     points = tuple(net.feature_point(layer) for layer in layers) if layers else (net.split.point,)
     if len(points) > 1 and scale != "unit":
         raise ConfigError(
@@ -106,8 +111,10 @@ def explain(
         parts = _altered_parts(net, batch, points, grad, zoom, stride, aug_smooth)
     explanation = _explain_parts(net, passes[0], parts, config, classes, size, map_scale)
     for note in explanation.notes:
-        log.warning(note)
-    return replace(explanation, pictures=visible, images=batch)
+        if note != UNFITTED:  # a warning has said so, where maps depend on it
+            log.warning(note)
+    pictures, regions = zip(*seen, strict=True) if seen else ((), ())
+    return replace(explanation, pictures=pictures, regions=regions, images=batch)
 
 
 def explain_pass(
@@ -152,8 +159,6 @@ def _altered_parts(
     aug_smooth: bool,
 ) -> Iterator[Iterator[View]]:
     """Yield the enlarged, finer or augmented views of the batch, in parts that fit into memory."""
-    if grad:
-        net.grad_mode(points)  # found at the native size, which a copy for larger images may not take
     net = net if stride is None else dilated(net)
     for part in images.split(zoom_batch(net, images, zoom, points, grad=grad)):
         yield _views(*zoomed(net, part, zoom), points, grad, aug_smooth)
@@ -199,7 +204,7 @@ def _explain_parts(
         scores = Scores.of(net, native, config.branch, chosen)
         top_classes, _ = choose_classes(net, native, "top5")
         top = Scores.of(net, native, config.branch, top_classes)
-    k = slice(None) if several else 0
+    k, unfitted = slice(None) if several else 0, () if net.fitted else (UNFITTED,)
     return Explanation(
         maps=maps[:, k],
         classes=chosen[:, k],
@@ -208,7 +213,7 @@ def _explain_parts(
         logits=scores.logits[:, k],
         positive_share=raw.positive_share[:, k],
         blank=blank[:, k],
-        notes=tuple(_blank_notes(blank, chosen, raw, bool(config.clamp), several)),
+        notes=tuple(_blank_notes(blank, chosen, raw, bool(config.clamp), several)) + unfitted,
         top_classes=top_classes,
         top_probability=top.probability,
         top_evidence=top.evidence,
@@ -321,6 +326,10 @@ class RawMaps:
         maps = self.maps[image, k]
         if not bool(torch.isfinite(maps).all()):
             return "its values are not finite: check the images and the model's weights"
+        if maps.numel() == 1:
+            return (
+                "its layer has 1 x 1 cells: use larger images, or an earlier layer: attach(model, layer=...)"
+            )
         if bool(self.all_zero[image, k]):
             return "no gradient reaches the layer: name another one in attach(model, layer=...)"
         if clamp and bool(self.none_positive[image, k]):
@@ -333,7 +342,8 @@ class RawMaps:
 def draw_raw_maps(net: DualBranch, forward_pass: ForwardPass, classes: Tensor, config: MapConfig) -> RawMaps:
     """Return the weighted sums of features (Eq. 4) for (B, K) classes, as many at a time as fit in memory."""
     features = forward_pass.features
-    numbers = features[..., 0, 0].numel() if METHODS[config.method].light else features.numel()
+    light = METHODS[config.method].light and not config.eigen_smooth
+    numbers = features[..., 0, 0].numel() if light else features.numel()
     parts = classes.clamp(min=0).split(max(1, MAX_WEIGHTS // numbers), 1)
     columns = zip(*(vars(_draw_part(net, forward_pass, p, config)).values() for p in parts), strict=True)
     return RawMaps(*(torch.cat(values, 1) for values in columns))
@@ -351,6 +361,9 @@ def _draw_part(net: DualBranch, forward_pass: ForwardPass, classes: Tensor, conf
     if weights.stride(-1) == weights.stride(-2) == 0:
         weights = weights[..., :1, :1]  # the same for all cells
     clamped = weights.clamp(min=0) if config.clamp else weights  # keep evidence, drop inhibition
+    if config.eigen_smooth:
+        products = (clamped * probe.features).flatten(-2)  # (B, K, N, P*Q)
+        clamped = clamped * first_component(products, products.sum(-2))[..., None, None]
     with no_autocast(weights):
         maps, share = _weighted_sum(clamped, probe.features), _positive_share(weights, probe.features)
     if config.absolute:  # what no cell accounts for is shared by all: the bias of global average + linear

@@ -4,7 +4,7 @@ import base64
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sigcam.core.errors import ConfigError
 from sigcam.core.files import write_atomic, write_png, write_text_atomic
+from sigcam.core.types import GridSize, ImageSize
 from sigcam.drawing.overlay import (
     PROBABILITY,
     RANGE,
@@ -27,6 +28,7 @@ from sigcam.drawing.overlay import (
     with_contour,
     with_strips,
 )
+from sigcam.methods.placement import Region, fade_unseen, place_boxes, place_map, shrunk
 from sigcam.methods.postprocess import unit_range
 from sigcam.methods.registry import METHODS, Scale
 from sigcam.methods.targets import Branch
@@ -35,6 +37,7 @@ from sigcam.network.calibration import BranchCalibration
 from sigcam.network.dual import DualBranch
 
 NOTEBOOK_IMAGES, NOTEBOOK_MAPS = 12, 5  # images shown in a notebook, and maps of each
+NOTEBOOK_SIDE = 448  # pixels: twice as many as are shown, for fine screens
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,7 +55,8 @@ class Explanation:
         blank: Whether a map is all zero; `notes` says why.
         top_classes, top_probability, top_evidence: (B, 5) the most probable classes (all if there are fewer)
             and their scores.
-        pictures: The part of each image that the network sees; empty for tensors.
+        pictures: The images as given, if they are no tensors and it is known what the network sees of them.
+        regions: The part of each picture that the network sees, xyxy in its pixels.
         images: The (B, C, H, W) batch.
         cells: With scale "logit" or "probability", the logits of cells (B, P, Q) or (B, K, P, Q), whose mean
             is that of the image; otherwise None.
@@ -78,6 +82,7 @@ class Explanation:
     fitted: bool
     class_names: tuple[str, ...] | None = None
     pictures: tuple[Image.Image, ...] = ()
+    regions: tuple[Region, ...] = ()
     images: Tensor | None = None
     cells: Tensor | None = None
     calibrated: bool = False
@@ -98,6 +103,12 @@ class Explanation:
     def first_maps(self) -> Tensor:
         """Return (B, H, W) maps, the first class of each image if there are several."""
         return self.maps if self.maps.ndim == 3 else self.maps[:, 0]
+
+    def select(self, k: int) -> "Explanation":
+        """Return the explanation of each image's k-th class alone, with maps (B, H, W)."""
+        names = ("maps", "classes", "probability", "evidence", "logits", "positive_share", "blank", "cells")
+        kept: Any = {n: getattr(self, n)[:, k] for n in names if getattr(self, n) is not None}
+        return replace(self, **kept)
 
     @property
     def present(self) -> Tensor:
@@ -121,10 +132,27 @@ class Explanation:
         threshold = self.default_threshold if threshold is None else threshold
         return boxes_at(self._unit_maps(), threshold, mode, absolute=self.scale == "probability")
 
+    def picture_boxes(self, threshold: float | None = None) -> list[Tensor]:
+        """Return the same in whole pixels of the pictures; of tensors, in map pixels."""
+        boxes, grid = self.boxes(threshold), GridSize.of(self.maps)
+        if not self.pictures:
+            return boxes
+        sizes = [ImageSize(*picture.size) for picture in self.pictures]
+        return [place_boxes(b, grid, s, r) for b, s, r in zip(boxes, sizes, self.regions, strict=True)]
+
+    def on_picture(self, i: int, values: Tensor, most: int | None = None) -> tuple[Image.Image, Tensor]:
+        """Return image i, with at most `most` pixels a side, and a map of it (H, W) at that size; of a
+        tensor, the image and the map as they are."""
+        if not self.pictures:
+            return self._tensor_image(i), values
+        picture, region = shrunk(self.pictures[i], self.regions[i], most)
+        unit = self.scale == "unit"
+        return picture, place_map(values, ImageSize(*picture.size), region, unit=unit)
+
     @property
     def default_threshold(self) -> float:
         """The threshold of `boxes`: 0.5 for maps in probabilities, 0.2 of the maximum for others."""
-        return 0.5 if self.scale == "probability" else 0.2
+        return box_threshold(absolute=self.scale == "probability")
 
     def contribution(self, box: Sequence[float]) -> Tensor:
         """Return how many logits a region adds to the class's logit, (B,) or (B, K); the contributions of
@@ -165,7 +193,7 @@ class Explanation:
         captions: bool = False,
         legend: bool = False,
     ) -> list[Image.Image]:
-        """Return each image with its map drawn over it.
+        """Return each image with its map drawn over it: pictures at their own size, tensors at the map's.
 
         Args:
             boxes: Threshold at which to draw the box.
@@ -173,19 +201,46 @@ class Explanation:
             captions: Write class, probability and evidence below.
             legend: Draw a colour bar below, in logits for raw maps.
         """
-        raw, maps = self.scale in ("raw", "logit"), self.first_maps()
-        drawn = [overlay(image, m, signed=raw) for image, m in zip(self._shown_images(), maps, strict=True)]
+        options: Any = {"contour": contour, "captions": captions, "legend": legend}
+        found = [None] * len(self) if boxes is None else self.picture_boxes(boxes)
+        return [self.draw(i, boxes=each, **options) for i, each in enumerate(found)]
+
+    def draw(
+        self,
+        i: int,
+        *,
+        boxes: Tensor | None = None,
+        contour: float | None = None,
+        captions: bool = False,
+        legend: bool = False,
+        most: int | None = None,
+    ) -> Image.Image:
+        """Return image i with its map drawn over it, at most `most` pixels a side; pale where the network
+        does not see it.
+
+        Args:
+            boxes: (G, 4) in pixels of the picture, as `picture_boxes` returns them.
+            contour, captions, legend: as for `overlay`.
+        """
+        raw, values = self.scale in ("raw", "logit"), self.first_maps()[i]
+        image, placed = self.on_picture(i, values, most)
+        drawn = overlay(image, placed, signed=raw)
         if contour is not None:
-            pairs, absolute = zip(drawn, self._unit_maps(), strict=True), self.scale == "probability"
-            drawn = [with_contour(d, m, contour, absolute=absolute) for d, m in pairs]
+            outlined = placed
+            if raw:
+                _, outlined = self.on_picture(i, self._unit_maps()[i], most)
+            drawn = with_contour(drawn, outlined, contour, absolute=self.scale == "probability")
+        if self.pictures:
+            factor = image.width / self.pictures[i].width
+            drawn = fade_unseen(drawn, [factor * side for side in self.regions[i]])
+        else:
+            factor = 1.0
         if boxes is not None:
-            drawn = [with_boxes(d, b.tolist()) for d, b in zip(drawn, self.boxes(boxes), strict=True)]
+            drawn = with_boxes(drawn, (factor * boxes).tolist())
         if captions or legend:
-            texts = ["\n".join(self.caption(i)) if captions else "" for i in range(len(self))]
-            peaks = [largest(m) if raw else None for m in maps]
-            strips: Any = {"legend": legend, "unit": self._unit}
-            parts = zip(drawn, texts, peaks, strict=True)
-            drawn = [with_strips(d, caption=text, peak=peak, **strips) for d, text, peak in parts]
+            text = "\n".join(self.caption(i)) if captions else ""
+            peak = largest(values) if raw else None
+            drawn = with_strips(drawn, caption=text, peak=peak, legend=legend, unit=self._unit)
         return drawn
 
     def caption(self, i: int, k: int = 0) -> list[str]:
@@ -221,9 +276,7 @@ class Explanation:
         overlays = self.overlay(boxes=threshold, captions=captions, legend=captions)
         for path, image, maps in zip(paths, overlays, self.maps, strict=True):
             write_png(path, image)
-            content = io.BytesIO()
-            np.save(content, maps.detach().cpu().float().numpy())
-            write_atomic(path.with_suffix(".npy"), content.getvalue())
+            write_map(path.with_suffix(".npy"), maps)
         if scores:
             rows = [row | {"name": name} for name, row in zip(names, self.rows(), strict=True)]
             write_text_atomic(folder / "explanation.json", json.dumps(rows, indent=1))
@@ -259,25 +312,23 @@ class Explanation:
         keys = ("class", "class_name", "probability", "evidence")
         return [dict(zip(keys, row if self.fitted else (*row[:3], None), strict=True)) for row in rows]
 
-    def _shown_images(self) -> Sequence[Image.Image]:
-        """The images as given; of a tensor, whose mean and std are unknown, scaled between its extremes."""
-        if self.pictures:
-            return self.pictures
+    def _tensor_image(self, i: int) -> Image.Image:
+        """An image given as a tensor; its mean and std are unknown, so it is scaled between its extremes."""
         assert self.images is not None
-        images = self.images.detach().float()
-        low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
-        pixels = (255 * (images - low) / (high - low).clamp(min=1e-12)).byte().cpu()
-        pixels = pixels[:, :3] if pixels.shape[1] >= 3 else pixels[:, :1].expand(-1, 3, -1, -1)
-        return [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in pixels]
+        image = self.images[i].detach().float()
+        low, high = image.amin(), image.amax()
+        pixels = (255 * (image - low) / (high - low).clamp(min=1e-12)).byte().cpu()
+        pixels = pixels[:3] if len(pixels) >= 3 else pixels[:1].expand(3, -1, -1)
+        return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
     def _repr_html_(self) -> str:
         """Figures for a notebook; text takes the notebook's colour, in light and dark themes."""
-        figures = [self._figures(i, im) for i, im in enumerate(self._shown_images()[:NOTEBOOK_IMAGES])]
+        figures = [self._figures(i) for i in range(min(len(self), NOTEBOOK_IMAGES))]
         more = len(self) - len(figures)
         foot = f"<p>and {more} more image{'s' * (more > 1)}: see <code>.overlay()</code></p>" if more else ""
         return f"<div style='color:inherit'>{''.join(figures)}{foot}</div>"
 
-    def _figures(self, i: int, image: Image.Image) -> str:
+    def _figures(self, i: int) -> str:
         """One image's maps side by side, on one scale with one colour bar; the most probable of many."""
         several = self.maps.ndim == 4
         columns = [k for k, index in enumerate(self.classes[i].reshape(-1).tolist()) if index >= 0]
@@ -292,7 +343,7 @@ class Explanation:
         peak = largest(maps) if signed else None
         figures = []
         for k, values in zip(columns, maps, strict=True):
-            drawn = overlay(image, values, signed=signed, peak=peak)
+            drawn = overlay(*self.on_picture(i, values, NOTEBOOK_SIDE), signed=signed, peak=peak)
             name, *lines = map(escape, self.caption(i, k))
             figures.append(
                 "<figure style='display:inline-block;vertical-align:top;margin:4px;max-width:224px'>"
@@ -310,9 +361,21 @@ def is_calibrated(net: DualBranch) -> bool:
     return net.fitted and net.calibration != BranchCalibration()
 
 
+def box_threshold(*, absolute: bool) -> float:
+    """Return the default threshold of boxes: 0.5 for maps in probabilities, 0.2 of the maximum for others."""
+    return 0.5 if absolute else 0.2
+
+
 def presence_words(evidence: float) -> str:
     """Return "present" if the evidence of a calibrated branch is above one half, else "not present"."""
     return "present" if evidence > 0.5 else "not present"
+
+
+def write_map(path: Path, values: Tensor) -> None:
+    """Write a map as .npy in float32, whole or not at all."""
+    content = io.BytesIO()
+    np.save(content, values.detach().cpu().float().numpy())
+    write_atomic(path, content.getvalue())
 
 
 def data_uri(image: Image.Image, quality: int = 85) -> str:

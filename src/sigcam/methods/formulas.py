@@ -7,9 +7,13 @@ from sigcam.methods.postprocess import resize, unit_range
 from sigcam.methods.probe import Probe
 from sigcam.methods.registry import method
 from sigcam.methods.rollout import rollout_maps
+from sigcam.network.dual import DualBranch
+from sigcam.network.optimize import optimized
 from sigcam.network.pass_memory import smaller_batch
+from sigcam.network.trace import agree
 
-CPU_BATCH, GPU_BATCH = 8, 32  # masked images per pass; larger batches are slower on a CPU, see `chunks`
+CPU_BATCH, GPU_BATCH = 4, 32  # masked images per pass; larger batches are slower on a CPU, see `chunks`
+MANY_MASKS = 256  # a faster copy takes the time of about ten passes to make and check
 
 
 def over_cells(values: Tensor) -> Tensor:
@@ -59,6 +63,21 @@ def hires_cam(probe: Probe) -> Tensor:
     return probe.grads
 
 
+def _copy_for_masks(probe: Probe) -> DualBranch:
+    """The network with an optimised private copy of its model, where that has the same logits; made anew,
+    since the weights may change between calls."""
+    net, image = probe.net, probe.forward_pass.images[:1]
+    if net.model is not net.original or image.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return net
+    split = net.split
+    try:
+        copied = net.with_model(optimized(net.model, image, keep=(split.layer, *split.heads, *split.last)))
+        logits = copied.run(image).softmax_logits
+    except Exception:  # any user network, any failure: the network itself does
+        return net
+    return copied if agree(logits, probe.forward_pass.softmax_logits[:1].detach()) else net
+
+
 @method("score-cam", perturbs="images", signed=False)
 def score_cam(probe: Probe) -> Tensor:
     """Softmax over channels of the scores of the image masked by each (Wang et al., 2020; Eq. 7)."""
@@ -66,6 +85,7 @@ def score_cam(probe: Probe) -> Tensor:
     count, channels = features.shape[:2]
     batch_size = probe.batch_size or (CPU_BATCH if images.device.type == "cpu" else GPU_BATCH)
     top_n = min(probe.top_n or channels, channels)
+    net = _copy_for_masks(probe) if count * top_n >= MANY_MASKS else probe.net
     batch_size = smaller_batch(min(batch_size, top_n), probe.net, images)
     chosen = features.flatten(2).std(2).topk(top_n, dim=1).indices.sort(1).values  # (B, top_n)
     scores = features.new_full((count, probe.classes.shape[1], channels), float("-inf"))
@@ -73,7 +93,7 @@ def score_cam(probe: Probe) -> Tensor:
         for part in chosen[i].split(batch_size):
             masks = resize(features[i, part][None], probe.forward_pass.image, "bilinear")[0]  # (R, H, W)
             masks = unit_range(masks, eps=1e-8).to(images.dtype)
-            scores[i, :, part] = probe.rescore(i, images=images[i] * masks[:, None]).to(scores).T
+            scores[i, :, part] = probe.rescore(i, images=images[i] * masks[:, None], net=net).to(scores).T
     return scores.softmax(2)[..., None, None]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,18 +15,21 @@ from torch import Tensor
 
 from sigcam.core.errors import ConfigError, DataError
 from sigcam.data.images import open_image
+from sigcam.methods.placement import Region
 from sigcam.methods.targets import Branch, at_least_float32, branch_logits, class_logits
 from sigcam.network.dual import DualBranch, ForwardPass
 from sigcam.network.image_errors import image_fault
 
 ImageSource = Image.Image | str | Path
 Classes = int | str | Sequence[int] | Sequence[str] | Tensor | None  # names, or top5, positive, all
+MAX_NAMES = 10  # in an error
 
 
 def as_batch(
     net: DualBranch, images: Tensor | ImageSource | Sequence[ImageSource]
-) -> tuple[Tensor, tuple[Image.Image, ...]]:
-    """Return a (B, C, H, W) batch and the part of each PIL image that the network sees, where it is known."""
+) -> tuple[Tensor, tuple[tuple[Image.Image, Region], ...]]:
+    """Return a (B, C, H, W) batch; where it is known which part of each image the network sees, also each
+    image with that part."""
     if isinstance(images, Tensor):
         if images.ndim != 4 or not images.numel() or images.device != net.device or images.is_meta:
             raise DataError(image_fault(net, images))
@@ -50,9 +54,11 @@ def as_batch(
         seen = " and ".join(sorted(map(str, shapes)))
         raise DataError(f"net.transform returned {seen}: let it return tensors of one shape, (C, H, W).")
     batch = torch.stack(made)
-    crop = getattr(net.transform, "picture", None)
-    visible = tuple(crop(image) for image in opened) if crop else ()
-    return batch.to(net.device, next(net.model.parameters()).dtype), visible
+    batch = batch.to(net.device, next(net.model.parameters()).dtype)
+    region = getattr(net.transform, "region", None)
+    if region is None:
+        return batch, ()
+    return batch, tuple((image, region(image.size)) for image in opened)
 
 
 def choose_classes(net: DualBranch, forward_pass: ForwardPass, classes: Classes) -> tuple[Tensor, bool]:
@@ -100,20 +106,43 @@ def _as_numbers(net: DualBranch, classes: Any) -> Any:
 
 
 def class_number(net: DualBranch, name: str) -> int:
-    """Return the number of the class with this name; ConfigError if there is none, or more than one."""
+    """Return the number of the one class that `name` means: its name, one of the synonyms in it, a word of
+    it, or its number; ConfigError lists the classes that it may mean."""
     names = net.class_names or ()
     found = [number for number, each in enumerate(names) if each == name]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    if len(found) > 1:
         numbers = ", ".join(map(str, found))
         raise ConfigError(f"{len(found)} classes are named {name!r}: give one of their numbers, {numbers}.")
+    if not found and name.isdecimal():
+        return int(name)
     if not names:
         raise ConfigError(f"classes={name!r} is unknown: give indices, 'top5', 'positive' or 'all'.")
+    wanted = _words(name)
+    if not found and wanted.strip():
+        spelled = [[_words(part) for part in (each, *re.split("[,;/]", each))] for each in names]
+        for fits in (
+            lambda each: wanted == each[0],
+            lambda each: wanted in each,
+            lambda each: wanted in each[0],
+        ):
+            found = found or [number for number, each in enumerate(spelled) if fits(each)]
+    if len(found) == 1:
+        return found[0]
+    close = [names[number] for number in found]
+    close += [each for each in names if name and name.casefold() in each.casefold() and each not in close]
+    if close:
+        more = f" and {len(close) - MAX_NAMES} more" if len(close) > MAX_NAMES else ""
+        listed = f"{', '.join(close[:MAX_NAMES])}{more}"
+        raise ConfigError(f"no class is named {name!r}; these names contain it: {listed}. Give one of them.")
     close = get_close_matches(name, names, n=3)
     raise ConfigError(
         f"no class is named {name!r}" + (f": did you mean {', '.join(close)}?" if close else ".")
     )
+
+
+def _words(name: str) -> str:
+    """Return the words of a name in lower case, with a space around each."""
+    return " ".join(["", *re.findall(r"[^\W_]+", name.casefold()), ""])
 
 
 @dataclass(frozen=True)

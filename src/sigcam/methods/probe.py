@@ -138,10 +138,18 @@ class Probe:
                     scores[i, :, part] = self.rescore(i, features=variants).double().T
         return scores
 
-    def rescore(self, index: int, *, images: Tensor | None = None, features: Tensor | None = None) -> Tensor:
-        """Return (R, K) scores of image `index` with R other images, or other features (R, N, P, Q)."""
+    def rescore(
+        self,
+        index: int,
+        *,
+        images: Tensor | None = None,
+        features: Tensor | None = None,
+        net: DualBranch | None = None,
+    ) -> Tensor:
+        """Return (R, K) scores of image `index` with R other images, by `net` if one is given, or with other
+        features (R, N, P, Q)."""
         if images is not None:
-            altered = self.net.run(images)
+            altered = (net or self.net).run(images)
         else:
             assert features is not None
             altered = self.net.rescore(self.forward_pass, index, features)

@@ -127,6 +127,7 @@ class MapConfig:
     scale: Scale = "unit"
     batch_size: int | None = None
     top_n: int | None = None
+    eigen_smooth: bool = False
 
     def checked(self) -> Self:
         """Return the config with its defaults filled in; ConfigError if a value is unknown."""
@@ -142,6 +143,15 @@ class MapConfig:
         if clamp is None:  # the softmax baseline keeps its signed weights
             clamp = self.branch == "sigmoid" and self.scale == "unit"
         name = method_name(self.method)
+        if top_n is not None and METHODS[name].perturbs != "images":
+            trying = ", ".join(each for each, facts in METHODS.items() if facts.perturbs == "images")
+            raise ConfigError(f"top_n is a number of channels to try, as {trying} does: {name} tries none.")
+        if self.eigen_smooth not in (False, True):
+            raise ConfigError(f"eigen_smooth is True or False, not {self.eigen_smooth!r}.")
+        if self.eigen_smooth and METHODS[name].gives == "maps":
+            raise ConfigError(
+                f"eigen_smooth smooths weighted channels, and {name} weights none: leave it out."
+            )
         checked = replace(self, method=name, clamp=clamp, batch_size=batch_size, top_n=top_n)
         if self.absolute:
             checked.check_absolute()
@@ -159,6 +169,8 @@ class MapConfig:
             raise ConfigError(
                 f"{scale} needs maps in logits, as by {', '.join(in_logits)}, not {self.method}."
             )
+        if self.eigen_smooth:
+            raise ConfigError(f"{scale} adds up all of the evidence: leave eigen_smooth out.")
         if self.clamp:
             raise ConfigError(f"{scale} adds up positive and negative weights: leave clamp out.")
         if self.target_name != "class":

@@ -40,9 +40,8 @@ class LogitsOnly(nn.Module):
 def _build_torchvision(name: str, num_classes: int | None, pretrained: bool) -> Built:
     from torchvision import models
 
-    spec, known = f"torchvision:{name}", models.list_models(module=models)
-    if name not in known:
-        raise _unknown(spec, "torchvision classifier", name, known)
+    spec = f"torchvision:{name}"
+    check_known("torchvision", name)
     preset = models.get_model_weights(name).DEFAULT
     evaluation, names = preset.transforms(), tuple(preset.meta["categories"])
     size = evaluation.crop_size[0]
@@ -72,12 +71,8 @@ def _build_timm(name: str, num_classes: int | None, pretrained: bool) -> Built:
     import timm
     from huggingface_hub import try_to_load_from_cache
 
-    spec, arch = f"timm:{name}", name.partition(".")[0]
-    if not timm.is_model(arch):
-        raise _unknown(spec, "timm model", name, timm.list_models())
-    tagged = timm.list_models(f"{arch}.*", include_tags=True)
-    if "." in name and name not in tagged:
-        raise _unknown(spec, f"timm weights of {arch}", name, tagged)
+    spec = f"timm:{name}"
+    check_known("timm", name)
     published, overlay = timm.get_pretrained_cfg(name), None
     if pretrained and published and published.hf_hub_id and not _hub_answers():
         filename = published.hf_hub_filename or "model.safetensors"
@@ -197,6 +192,35 @@ BUILDERS: dict[str, Callable[[str, int | None, bool], Built]] = {
 }
 
 
+def check_known(scheme: str, name: str) -> None:
+    """Raise ModelError, with the nearest names, if timm or torchvision has no model of this name."""
+    if scheme == "torchvision":
+        from torchvision import models
+
+        known = models.list_models(module=models)
+        if name not in known:
+            raise _unknown(f"torchvision:{name}", "torchvision classifier", name, known)
+    elif scheme == "timm":
+        import timm
+
+        arch = name.partition(".")[0]
+        if not timm.is_model(arch):
+            raise _unknown(f"timm:{name}", "timm model", name, timm.list_models())
+        if "." in name and name not in (tagged := timm.list_models(f"{arch}.*", include_tags=True)):
+            raise _unknown(f"timm:{name}", f"timm weights of {arch}", name, tagged)
+
+
+def similar_models(name: str) -> list[str]:
+    """Return timm's and torchvision's models of this name or, if neither has one, each one's most similar."""
+    import timm
+    from torchvision import models
+
+    known = {"timm": timm.list_models(), "torchvision": models.list_models(module=models)}
+    same = [f"{scheme}:{name}" for scheme, names in known.items() if name.partition(".")[0] in names]
+    near = {s: difflib.get_close_matches(name, names, n=1) for s, names in known.items()}
+    return same or [f"{scheme}:{each}" for scheme, names in near.items() for each in names]
+
+
 def _imagenet_names() -> tuple[str, ...]:
     """Return the 1000 ImageNet class names in order (crane and maillot occur twice)."""
     from torchvision.models import ResNet18_Weights
@@ -266,8 +290,8 @@ def _hub_answers() -> bool:
 
 def _no_download(spec: str, reason: str, place: str = "") -> ModelError:
     return ModelError(
-        f"cannot download the weights of {spec} ({reason}): {place}give them with --weights (weights=), use "
-        "the model 'embedded', or take random ones with pretrained=False."
+        f"cannot download the weights of {spec} ({reason}): {place}give them with --weights (weights=), or "
+        "use the model 'embedded'. In Python, pretrained=False takes random ones."
     )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from sigcam.core.errors import ModelError
 from sigcam.core.files import error_line, write_atomic
-from sigcam.models.builders import BUILDERS, LogitsOnly
+from sigcam.models.builders import BUILDERS, LogitsOnly, check_known, similar_models
 from sigcam.models.preprocess import Preprocess, Transform
 from sigcam.models.state_dict import (
     check_finite,
@@ -51,10 +51,8 @@ def load_classifier(
         num_classes: size of the head; if the weights have another size, the head is initialised randomly.
         pretrained: False keeps all weights random.
     """
+    check_model_name(spec)
     scheme, _, name = spec.partition(":")
-    valid = name in ("", "lite1", "lite2") if scheme == "embedded" else bool(name)
-    if scheme not in BUILDERS or not valid:
-        raise ModelError(f"unknown model {spec!r}: give {SPECS}.")
     try:
         torch.empty(0, device=device)  # before any download
     except (RuntimeError, AssertionError) as error:
@@ -81,6 +79,17 @@ def load_classifier(
     if isinstance(transform, Preprocess) and not crop:
         transform = replace(transform, resize=None)
     return Classifier(model.to(device).eval(), transform, classes, spec)
+
+
+def check_model_name(spec: str) -> None:
+    """Raise ModelError, with the nearest names, if no model is called so, as far as names alone tell."""
+    scheme, _, name = spec.partition(":")
+    valid = name in ("", "lite1", "lite2") if scheme == "embedded" else bool(name)
+    if scheme not in BUILDERS or not valid:
+        near = similar_models(spec) if spec and scheme not in BUILDERS else []
+        hint = f"did you mean {' or '.join(near)}? There are" if near else "give"
+        raise ModelError(f"unknown model {spec!r}: {hint} {SPECS}.")
+    check_known(scheme, name)
 
 
 def save_classifier(path: Path, model: nn.Module, *, spec: str, classes: Sequence[str]) -> None:

@@ -38,6 +38,21 @@ class Preprocess:
             image = F.center_crop(image, [self.height, self.width])
         return image
 
+    def region(self, size: tuple[int, int]) -> tuple[float, float, float, float]:
+        """Return which part of an image of this (width, height) the network sees, xyxy in its pixels; it
+        reaches beyond the image where the crop is larger."""
+        width, height = size
+        if self.resize is None:
+            return 0.0, 0.0, float(width), float(height)
+        if isinstance(self.resize, int):
+            long = int(self.resize * max(size) / min(size))
+            rows, columns = (long, self.resize) if width <= height else (self.resize, long)
+        else:
+            rows, columns = self.resize
+        top, left = round((rows - self.height) / 2), round((columns - self.width) / 2)
+        sx, sy = width / columns, height / rows
+        return left * sx, top * sy, (left + self.width) * sx, (top + self.height) * sy
+
     def __call__(self, image: Image.Image) -> Tensor:
         from torchvision.transforms.v2 import functional as F
 

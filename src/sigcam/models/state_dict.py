@@ -5,11 +5,12 @@ import logging
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -169,13 +170,33 @@ def class_names_in(value: object) -> tuple[str, ...] | None:
     return None
 
 
-def fingerprint(model: nn.Module) -> str:
-    """Return a hash of all parameters and buffers that matter in eval mode."""
-    digest = hashlib.blake2b(digest_size=16)
+def fingerprint(model: nn.Module, *, without: Iterable[str] = ()) -> str:
+    """Return a hash of all parameters and buffers that matter in eval mode, except those of the modules named
+    in `without`."""
+    digest, left_out = hashlib.blake2b(digest_size=16), tuple(f"{name}." for name in without)
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, Tensor) or name.endswith("num_batches_tracked"):
+            continue
+        if name.startswith(left_out):
             continue
         data = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {tuple(data.shape)} {data.dtype}".encode())
         digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def checksum(model: nn.Module) -> str:
+    """Return a hash of the sums of all that `fingerprint` hashes: thirty times as fast, and blind to numbers
+    that change places within a tensor. The memory layout does not matter."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, Tensor) or name.endswith("num_batches_tracked"):
+            continue
+        data = tensor.detach().cpu()
+        if data.is_contiguous(memory_format=torch.channels_last):
+            data = data.permute(0, 2, 3, 1)  # in the order of its memory, which needs no copy
+        words = data.contiguous().reshape(-1).view(torch.uint8).numpy()
+        words = words.view(f"u{min(data.element_size(), 8)}")
+        total = int(np.add.reduce(words, dtype=words.dtype))  # modulo its largest value
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {total}".encode())
     return digest.hexdigest()

@@ -17,6 +17,7 @@ from sigcam.core.errors import AttachError
 from sigcam.core.memory import is_out_of_memory
 from sigcam.core.types import GridSize
 from sigcam.network.calibration import BranchCalibration
+from sigcam.network.compiled import MANY_IMAGES, CompiledOutputs, CompiledPass, compiled
 from sigcam.network.feature_layer import FeaturePoint
 from sigcam.network.hooks import GradMode, HookedPass, choose_grad_mode, fresh_autocast_cache
 from sigcam.network.image_errors import blame_images
@@ -93,12 +94,14 @@ class DualBranch(nn.Module):
         self.linear = frozenset[str]()  # branches whose logits are W mean(F) + b, found by `prepare`
         self._softmax_tail = softmax_tail
         self._grad_modes = dict[tuple[FeaturePoint, ...], GradMode]()
+        self._native: DualBranch | None = None  # of a copy for other images: the one that takes the example
         self._joining = dict[FeaturePoint, bool]()
+        self.compiled: CompiledPass | None = None  # for passes without gradients
         self._feature_points = {split.layer: split.point}
         self.eval()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("model", "original", "transform"):  # the user's modules are not registered
+        if name in ("model", "original", "transform", "_native"):  # not registered as submodules
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
@@ -170,14 +173,16 @@ class DualBranch(nn.Module):
         recording = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad(), fresh_autocast_cache():
             mode = self.grad_mode(tuple(points)) if grad else GradMode()
-            hooked = self._hooked(points, images, grad=grad and mode.inline, forced=mode.forced, swap=swap)
+            hooked = self._passed(points, images, grad=grad and mode.inline, forced=mode.forced, swap=swap)
             softmax = hooked.logits
             if grad and not mode.inline:
                 hooked = self._hooked(points, images, grad=True, forced=mode.forced)
             with torch.set_grad_enabled(grad or recording):
                 return self._read(hooked, softmax, images)
 
-    def _read(self, hooked: HookedPass, softmax: Tensor, images: Tensor) -> list[ForwardPass]:
+    def _read(
+        self, hooked: HookedPass | CompiledOutputs, softmax: Tensor, images: Tensor
+    ) -> list[ForwardPass]:
         """Run the sigmoid branch after a pass of the model; return the whole once per feature point."""
         sigmoid, pooled = self.sigmoid(hooked.inputs)
         tail, size = self._softmax_tail, GridSize.of(images)
@@ -221,6 +226,14 @@ class DualBranch(nn.Module):
             images = images[:1]
         return self.run_at((point,), images, swap=swap)[0]
 
+    def _passed(
+        self, points: FeaturePoints, images: Tensor, *, grad: bool, forced: bool, swap: Tensor | None
+    ) -> HookedPass | CompiledOutputs:
+        usual = not grad and swap is None and self._softmax_tail is None
+        if usual and self.compiled is not None and self.compiled.takes(points, images):
+            return self.compiled(images)
+        return self._hooked(points, images, grad=grad, forced=forced, swap=swap)
+
     def _hooked(self, points: FeaturePoints, images: Tensor, **options: Any) -> HookedPass:
         hides_nan = getattr(self.model, "hides_nan", False) and not bool(images.isfinite().all())
         hooked = HookedPass(self.model, self.split, points, outputs=self._softmax_tail is not None, **options)
@@ -245,33 +258,46 @@ class DualBranch(nn.Module):
 
     def grad_mode(self, points: tuple[FeaturePoint, ...]) -> GradMode:
         """Return how autograd records from the points on; tried once, on the example."""
+        if self._native is not None:
+            return self._native.grad_mode(points)
         if points not in self._grad_modes:
             with torch.no_grad():
-                run = partial(self._hooked, points, self.example)
-                self._grad_modes[points] = choose_grad_mode(run, run().bits())
+                plain = self._hooked(points, self.example)
+                bits, logits = plain.bits(), plain.logits
+                del plain  # the next pass needs the memory
+                self._choose_grad_mode(points, bits, logits)
         return self._grad_modes[points]
 
+    def _choose_grad_mode(self, points: tuple[FeaturePoint, ...], bits: bytes, logits: Tensor) -> None:
+        exact = bits if self.model is self.original else None
+        run = partial(self._hooked, points, self.example)
+        self._grad_modes[points] = choose_grad_mode(run, exact, logits)
+
     @torch.no_grad()
-    def prepare(self) -> None:
-        """Run the example, once plainly and once with gradients, to find what the sigmoid branch reads, which
-        branches are linear in F's mean, and how autograd records from F on."""
-        points, example = (self.split.point,), self.example
-        hooked = self._hooked(points, example)
-        bits = hooked.bits()
+    def prepare(self, *, grad: bool = False) -> Tensor:
+        """Run the example, to find what the sigmoid branch reads and which branches are linear in F's mean;
+        return its (1, C) logits. With `grad`, also find how autograd records from F on, which a network needs
+        whose branches are not linear."""
+        point = self.split.point
+        hooked = self._hooked((point,), self.example)
         self.sigmoid.prepare(hooked.inputs)
-        (forward_pass,) = self._read(hooked, hooked.logits, example)
+        (forward_pass,) = self._read(hooked, hooked.logits, self.example)
         self.linear = frozenset(b for b in _BRANCHES if self._is_gap_linear(forward_pass, b))
-        del hooked, forward_pass  # the next pass needs the memory
-        self._grad_modes[points] = choose_grad_mode(partial(self._hooked, points, example), bits)
+        if grad and self.linear != {*_BRANCHES}:
+            bits, logits = hooked.bits(), hooked.logits
+            del hooked, forward_pass  # the next pass needs the memory
+            self._choose_grad_mode((point,), bits, logits)
+            return logits
+        return forward_pass.softmax
 
     def _is_gap_linear(self, forward_pass: ForwardPass, branch: Literal["softmax", "sigmoid"]) -> bool:
         """Whether the branch's logits are its last layer's weight times F's mean over the grid (Eq. 3)."""
         weight = linear_weight(self.last_layer(branch))
-        mean = forward_pass.features.mean((2, 3), dtype=torch.double)  # (B, N)
+        mean = forward_pass.features.mean((2, 3), dtype=torch.double).float()  # (B, N)
         if len(self.split.heads) > 1 or weight is None or weight[0].shape != (self.classes, mean.shape[1]):
             return False
         logits = forward_pass.softmax_logits if branch == "softmax" else forward_pass.sigmoid
-        predicted = mean @ weight[0].double().T + weight[1].double()
+        predicted = (mean @ weight[0].float().T + weight[1].float()).double()
         scale = logits.double().abs().max().clamp(min=1e-12)
         tolerance = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 2e-2
         agrees = (predicted - logits.double()).abs().max() <= tolerance * scale
@@ -285,12 +311,21 @@ class DualBranch(nn.Module):
     def with_model(self, model: nn.Module) -> DualBranch:
         """Return the same branch beside another model with the same module names, such as a finer copy."""
         other = copy.copy(self)
-        other.model = model
+        other.model, other._native = model, self._native or self
+        other.compiled = self.compiled if model is self.model else None
+        return other
+
+    def for_many(self, images: int) -> DualBranch:
+        """Return the network for a job of so many images: an optimised copy is compiled if it pays."""
+        if images < MANY_IMAGES or self.model is self.original or self.compiled is not None:
+            return self
+        other = copy.copy(self)
+        other.compiled = compiled(self.original, self.split, self.example)
         return other
 
     def save(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Write the sigmoid branch, and what `load` needs to check that it fits, to a safetensors file."""
-        from sigcam.network.attachment import save_branch
+        from sigcam.network.branch_file import save_branch
 
         save_branch(self, Path(path), dtype)
 

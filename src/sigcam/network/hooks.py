@@ -18,7 +18,7 @@ from sigcam.network.feature_layer import FeaturePoint
 from sigcam.network.modules import ACTIVATIONS, run_model
 from sigcam.network.sigmoid_head import Inputs, on_tensors
 from sigcam.network.split import Split
-from sigcam.network.trace import eval_mode, in_this_thread, logits_of
+from sigcam.network.trace import agree, eval_mode, in_this_thread, logits_of
 
 
 class HookedPass(TorchFunctionMode):
@@ -60,6 +60,8 @@ class HookedPass(TorchFunctionMode):
 
     def run(self, images: Tensor) -> HookedPass:
         """Run the model; the hooks are on it only during this call."""
+        self._device = images.device.type
+        self._autocast = torch.is_autocast_enabled(self._device)
         with ExitStack() as stack:
             handles = stack.enter_context(eval_mode(self.model))
             self._register_hooks(handles)
@@ -122,7 +124,14 @@ class HookedPass(TorchFunctionMode):
         return out.clone()
 
     def _before_head(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.inputs.append(on_tensors(Tensor.clone, (args, kwargs)))
+        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+        inside = torch.is_autocast_enabled(self._device) and not self._autocast  # our heads run outside of it
+        self.inputs.append(
+            on_tensors(
+                lambda t: t.to(dtype, copy=True) if inside and t.is_floating_point() else t.clone(),
+                (args, kwargs),
+            )
+        )
 
     def _after_last(self, module: nn.Module, args: Any, out: Tensor) -> None:
         self.outputs.append(out.clone())
@@ -152,16 +161,18 @@ class GradMode:
     forced: bool = False  # the model computes F or what follows under a no_grad of its own
 
 
-def choose_grad_mode(run: Callable[..., HookedPass], bits: bytes) -> GradMode:
-    """Find out, by `run` on the example, whether the pass that predicts can record and stay bit-equal.
+def choose_grad_mode(run: Callable[..., HookedPass], bits: bytes | None, logits: Tensor) -> GradMode:
+    """Find out, by `run` on the example, whether the pass that predicts can record and stay as it is.
 
     Args:
-        bits: of the same pass without gradient.
+        bits: of the same pass without gradient; None if its logits need only be near: an optimised copy runs
+            packed layers plainly where it records.
     """
     for forced in (False, True):
         recorded = run(grad=True, forced=forced)
         if any(tensor.requires_grad for tensor in tensors_in(recorded.inputs)):
-            return GradMode(recorded.bits() == bits, forced)
+            same = agree(recorded.logits.detach(), logits) if bits is None else recorded.bits() == bits
+            return GradMode(same, forced)
     layer, head = recorded.points[0].layer, recorded.split.heads[0]
     raise AttachError(
         f"no gradient passes from layer {layer!r} to the head {head!r}. "

@@ -7,8 +7,9 @@ from typing import Any, Literal
 import torch
 
 from sigcam.core.errors import CheckpointError, ConfigError
-from sigcam.models.classifier import Classifier, load_classifier
-from sigcam.network.attachment import attach, load
+from sigcam.models.classifier import Classifier, check_model_name, load_classifier
+from sigcam.network.attachment import attach
+from sigcam.network.branch_file import load
 from sigcam.network.dual import DualBranch
 
 SHIPPED = Path(__file__).parent / "shipped" / "embedded.safetensors"  # its card is beside it
@@ -83,6 +84,7 @@ def find_branch_file(branch: str | None, model: str, weights: Path | None) -> Pa
     """Return the file that --branch names; CheckpointError if there is none."""
     if branch == "sigmoid" and has_shipped_branch(model, weights):
         return SHIPPED
+    check_model_name(model)  # else its name is what is wrong
     if branch == "sigmoid":
         raise CheckpointError(
             "the sigmoid branch must be fitted first: give its file (--branch branch.safetensors, made by "

@@ -16,10 +16,18 @@ from sigcam.core.files import error_line
 from sigcam.core.memory import is_out_of_memory
 from sigcam.network.dataflow import tensors_in
 from sigcam.network.modules import replace_module
-from sigcam.network.trace import Call, ModuleOutput, are_layers_plain, lock_of, logits_of, run_traced
+from sigcam.network.trace import (
+    Call,
+    ModuleOutput,
+    agree,
+    are_layers_plain,
+    lock_of,
+    logits_of,
+    run_traced,
+)
 
 log = logging.getLogger("sigcam")
-LOGIT_TOLERANCE = 1e-4  # of the largest logit
+MIN_PACKED = 2**14  # numbers in a linear layer: small ones gain nothing
 
 
 def optimized(model: nn.Module, example: Tensor, *, keep: Collection[str] = ()) -> nn.Module:
@@ -43,7 +51,7 @@ def optimized(model: nn.Module, example: Tensor, *, keep: Collection[str] = ()) 
     with torch.inference_mode(False), torch.no_grad():
         example = example.clone()  # a copy outside inference mode
         logits = _logits(best, example)
-        for step in (_fold_batchnorm, _pack_convolutions, _fuse_activations):
+        for step in (_fold_batchnorm, _pack_layers, _fuse_activations):
             try:
                 candidate = deepcopy(best)
                 step(candidate, example, keep)
@@ -58,12 +66,6 @@ def optimized(model: nn.Module, example: Tensor, *, keep: Collection[str] = ()) 
 
 def _logits(model: nn.Module, example: Tensor) -> Tensor:
     return logits_of(model(example.clone()), len(example))  # a model may change its input in place
-
-
-def agree(logits: Tensor, expected: Tensor) -> bool:
-    """Whether both are equal within 1e-4 of the largest logit; False if one is not finite."""
-    scale = expected.double().abs().max().clamp(min=1e-12)
-    return bool((logits.double() - expected.double()).abs().max() <= LOGIT_TOLERANCE * scale)
 
 
 class _Graph:
@@ -146,20 +148,44 @@ def _is_product(graph: _Graph, layer: ModuleOutput) -> bool:
     return product and all(graph.reads[value] == 1 for value in parameters)
 
 
-class PackedConv2d(nn.Conv2d):
-    """A convolution with channels-last maps that keeps its weights in oneDNN's own order.
+Fused = tuple[str, list[float], str]  # an activation, its numbers and its form, in oneDNN's terms
+NOTHING: Fused = ("none", [], "")
 
-    It is a plain convolution where a gradient is recorded, on another device or type, in `plain_layers`.
+
+class _Packed:
+    """A layer that keeps its weights in oneDNN's own order.
+
+    It is a plain layer where a gradient is recorded, on another device or type, in `plain_layers`.
     """
 
-    packed: tuple[tuple[Any, ...], Tensor] | None = None  # for inputs of this shape, and this many threads
-    activation: tuple[str, list[float]] = ("none", [])  # fused into the convolution, in oneDNN's terms
+    packed: tuple[tuple[Any, ...], Tensor] | None = None  # for such inputs, and this many threads
+    activation: Fused = NOTHING  # fused into the layer
+
+    def is_usual(self, input: Tensor) -> bool:
+        """Whether the packed weights serve for this input."""
+        weight: Tensor = self.weight  # type: ignore[attr-defined]
+        recorded = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+        usual = input.dtype == weight.dtype == torch.float32 and input.device.type == "cpu"
+        return usual and not (recorded or are_layers_plain() or torch.is_autocast_enabled("cpu"))
+
+    def finished(self, out: Tensor) -> Tensor:
+        """Mark the output for an activation that was fused."""
+        out.activated = self.activation is not NOTHING  # type: ignore[attr-defined]
+        return out
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        self.packed = None  # of weights as they were
+        return super()._apply(fn, recurse)  # type: ignore[misc]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "packed"}  # cannot be copied
+
+
+class PackedConv2d(_Packed, nn.Conv2d):
+    """A packed convolution with channels-last maps."""
 
     def forward(self, input: Tensor) -> Tensor:
-        recorded = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
-        usual = input.dtype == self.weight.dtype == torch.float32 and input.device.type == "cpu"
-        plain = are_layers_plain() or torch.is_autocast_enabled("cpu")
-        if recorded or plain or not usual or input.ndim != 4:
+        if not self.is_usual(input) or input.ndim != 4:
             return super().forward(input)
         geometry = (self.padding, self.stride, self.dilation, self.groups)
         key = (input.shape, torch.get_num_threads(), geometry)  # the best order depends on all
@@ -168,28 +194,35 @@ class PackedConv2d(nn.Conv2d):
             self.packed = key, reorder(self.weight.detach().to_mkldnn(), *geometry, input.shape)
         last = input.contiguous(memory_format=torch.channels_last)
         convolve = torch.ops.mkldnn._convolution_pointwise
-        out: Tensor = convolve(last, self.packed[1], self.bias, *geometry, *self.activation, "")
-        out.activated = self.activation[0] != "none"  # type: ignore[attr-defined]
-        return out
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        self.packed = None  # of weights as they were
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "packed"}  # cannot be copied
+        return self.finished(convolve(last, self.packed[1], self.bias, *geometry, *self.activation))
 
 
-def _pack_convolutions(model: nn.Module, example: Tensor, keep: Collection[str]) -> None:
-    """Make weights channels-last and convolutions packed, where oneDNN computes."""
+class PackedLinear(_Packed, nn.Linear):
+    """A packed linear layer; MKL, which torch uses, can take twice as long."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.is_usual(input) or not input.numel():
+            return super().forward(input)
+        key = (torch.get_num_threads(),)
+        if self.packed is None or self.packed[0] != key:
+            self.packed = key, torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
+        multiply = torch.ops.mkldnn._linear_pointwise
+        return self.finished(multiply(input.contiguous(), self.packed[1], self.bias, *self.activation))
+
+
+def _pack_layers(model: nn.Module, example: Tensor, keep: Collection[str]) -> None:
+    """Make weights channels-last, and convolutions and linear layers packed, where oneDNN computes."""
     plain = example.device.type == "cpu" and example.dtype == torch.float32
     if not plain or not torch.backends.mkldnn.is_available():
         return
     model.to(memory_format=torch.channels_last)
     for module in model.modules():
-        plain = type(module) is nn.Conv2d and module.padding_mode == "zeros" and module.padding != "same"
-        if plain and "weight" in module._parameters:
+        if "weight" not in module._parameters:  # computed in every pass: weight norm, a parametrization
+            continue
+        if type(module) is nn.Conv2d and module.padding_mode == "zeros" and module.padding != "same":
             module.__class__ = PackedConv2d
+        elif type(module) is nn.Linear and module.weight.numel() >= MIN_PACKED:
+            module.__class__ = PackedLinear
 
 
 class _SkipIfFused:
@@ -210,23 +243,35 @@ class _FusedReLU6(_SkipIfFused, nn.ReLU6):
     pass
 
 
-_FUSED: dict[type[nn.Module], tuple[type[nn.Module], tuple[str, list[float]]]] = {
-    nn.ReLU: (_FusedReLU, ("relu", [])),
-    nn.ReLU6: (_FusedReLU6, ("hardtanh", [0.0, 6.0])),
+class _FusedGELU(_SkipIfFused, nn.GELU):
+    pass
+
+
+_FUSED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.ReLU: _FusedReLU,
+    nn.ReLU6: _FusedReLU6,
+    nn.GELU: _FusedGELU,
 }
 
 
+def _in_onednn(activation: Any) -> Fused:
+    """Return an activation in oneDNN's terms."""
+    if isinstance(activation, nn.GELU):
+        return "gelu", [], activation.approximate
+    return ("hardtanh", [0.0, 6.0], "") if isinstance(activation, nn.ReLU6) else ("relu", [], "")
+
+
 def _fuse_activations(model: nn.Module, example: Tensor, keep: Collection[str]) -> None:
-    """Let a packed convolution apply the activation that alone reads its output, which saves a pass over
-    memory. The activation's module stays, for other inputs and where gradients are recorded."""
+    """Let a packed layer apply the activation that alone reads its output, which saves a pass over memory.
+    The activation's module stays, for other inputs and where gradients are recorded."""
     graph = _Graph(model, example, keep)
     for reader in graph.trace.outputs:
         if type(reader.module) not in _FUSED or len(reader.inputs) != 1 or _is_hooked(reader.module):
             continue
         layer = graph.private_maker(reader.inputs[0])
-        if layer and isinstance(layer.module, PackedConv2d):
-            layer.module.activation = _FUSED[type(reader.module)][1]
+        if layer and isinstance(layer.module, _Packed):
+            layer.module.activation = _in_onednn(reader.module)
             model.hides_nan = True  # type: ignore[assignment]  # oneDNN's activations turn NaN into 0
     for module in model.modules():
         if type(module) in _FUSED and not _is_hooked(module):
-            module.__class__ = _FUSED[type(module)][0]
+            module.__class__ = _FUSED[type(module)]

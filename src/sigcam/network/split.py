@@ -6,14 +6,16 @@ the grid (see `feature_layer`); the head is the outermost module around the outp
 and returns the logits.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from sigcam.core.errors import AttachError
+from sigcam.core.types import GridSize
 from sigcam.network.feature_layer import FeatureFinder, FeatureLayout, FeaturePoint
 from sigcam.network.modules import (
     ACTIVATIONS,
@@ -57,6 +59,20 @@ class Split:
     def point(self) -> FeaturePoint:
         """Where F is taken."""
         return FeaturePoint(self.layer, self.call, self.activation, self.fold)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "Split":
+        """Return what `to_json` wrote; KeyError, TypeError or ValueError for most else."""
+        fold = dict(values["fold"])
+        sizes = {name: GridSize(*map(int, fold[name])) for name in ("grid", "image")}
+        names = {name: tuple(map(str, values[name])) for name in ("heads", "last")}
+        spatial = tuple((str(name), int(n), int(p), int(q)) for name, n, p, q in values["spatial"])
+        changed: Any = {"fold": FeatureLayout(**{**fold, **sizes}), **names, "spatial": spatial}
+        return Split(**{**values, **changed})
 
 
 def find_split(

@@ -24,6 +24,7 @@ from sigcam.network.modules import has_parameters, is_within
 
 SIZES_TO_TRY = (224, 32, 28, 64, 96, 128, 256, 299, 384)  # after the sizes that the model declares
 MAX_IMAGE_CHANNELS = 16  # a convolution with more inputs does not read the image
+LOGIT_TOLERANCE = 1e-4  # of the largest logit: how near an optimised copy comes
 MAX_LOGITS = 2**14  # numbers that may be logits in an output with more axes than (B, C)
 
 _QUERIES = frozenset({"__get__", "size", "dim", "numel", "is_floating_point", "is_contiguous", "__len__"})
@@ -111,6 +112,12 @@ def logits_of(output: Any, batch: int) -> Tensor:
             "explains image classifiers. Attach one, or let this model return its logits first."
         )
     return logits
+
+
+def agree(logits: Tensor, expected: Tensor) -> bool:
+    """Whether both are equal within 1e-4 of the largest logit; False if one is not finite."""
+    scale = expected.double().abs().max().clamp(min=1e-12)
+    return bool((logits.double() - expected.double()).abs().max() <= LOGIT_TOLERANCE * scale)
 
 
 def _first_flat(values: Iterable[Any], default: Any) -> Any:

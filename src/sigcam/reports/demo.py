@@ -1,59 +1,56 @@
-"""The demo: the whole job offline, on synthetic images and the embedded model, with a report."""
+"""The demo: the whole job offline, on a photograph and synthetic images, with a report."""
 
+import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
-from torch import Tensor
+from PIL import ImageOps
+from torch import Tensor, nn
 
 from sigcam.core.config import FitConfig
+from sigcam.core.errors import MissingExtra
 from sigcam.core.files import check_writable, write_png, write_text_atomic
-from sigcam.core.manifest import provenance, write_manifest
+from sigcam.core.manifest import write_manifest
 from sigcam.core.types import Progress
+from sigcam.data.images import open_image
 from sigcam.data.loader import load_batches
+from sigcam.data.photographs import example_photographs
 from sigcam.data.readers.shapes import scenes, shapes
 from sigcam.data.sample import Sample, Samples, data_fingerprint
-from sigcam.methods.explainer import explain, explain_pass
-from sigcam.methods.explanation import data_uri, is_calibrated
-from sigcam.methods.postprocess import disagreement
+from sigcam.methods.explainer import explain_pass
+from sigcam.methods.explanation import is_calibrated, presence_words
 from sigcam.methods.registry import MapConfig, Scale
 from sigcam.methods.targets import Branch
 from sigcam.metrics.boxes import foreground
-from sigcam.models.classifier import Classifier, load_classifier, save_classifier
+from sigcam.models.classifier import load_classifier, save_classifier
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.attachment import attach
 from sigcam.network.dual import DualBranch, ForwardPass
-from sigcam.reports.explain_report import JPEG_QUALITY
-from sigcam.reports.figures import BOTH_HEADS, absence_figure, distortions_figure, maps_figure
-from sigcam.reports.html import (
-    Card,
-    Figure,
-    Gallery,
-    Number,
-    ReportTable,
-    Section,
-    Shot,
-    can_report,
-    render_page,
+from sigcam.network.opening import open_network
+from sigcam.reports.demo_page import FIT_NAMES, demo_page
+from sigcam.reports.figures import (
+    Passes,
+    absence_figure,
+    distortions_figure,
+    maps_figure,
+    photograph_figure,
 )
+from sigcam.reports.html import can_report
 from sigcam.training.branch import fit
 from sigcam.training.features import extract
 from sigcam.training.linear_probe import train_probe
 
 SHOWN = 24  # test images in the report
+PHOTOGRAPH, ABSENT = "chelsea", "golden retriever"  # a cat, and a class that is not there
+LIKELY = 3  # classes of the photograph in the table
 EMPTY = 200  # images without a bird, and as many with one
 IOU_THRESHOLDS = torch.arange(1, 20) / 20  # 0.05 to 0.95
 HALF = 9  # the place of one half among them
 FITS = ("paper", "background")  # the branches whose maps are measured: the paper's fit, and the default
-FIT_NAMES = {
-    "paper": "the paper's fit",
-    "background": "with background",
-    "negatives": "with background and empty scenes",
-}
 
 
 @dataclass(frozen=True)
@@ -80,10 +77,12 @@ ABSOLUTE = MapRow("sigmoid", False, "background", "probability")  # where the br
 
 @dataclass(frozen=True)
 class Measured:
-    """Results over some images: mean IoUs (variants, thresholds), the prediction (images,) and the scores
-    (images,) of the best class by name, and maps per second."""
+    """Results over some images: mean IoUs (variants, thresholds), the predictions (images,) of the head
+    before the fit and of the classifier, the scores (images,) of the best class by name, and maps per second.
+    """
 
     ious: Tensor
+    before: Tensor
     predicted: Tensor
     scores: dict[str, Tensor]
     speed: float
@@ -102,13 +101,18 @@ def run_demo(
     check_writable(output)
     train, test = shapes(images, split="train", seed=seed), shapes(test_images, split="test", seed=seed)
     validation = shapes(max(64, test_images // 4), split="val", seed=seed)
+    figures = dict[str, Path]()
+    photograph, figure = _photograph(device)
+    if figure is not None:
+        figures["photograph"] = output / "photograph.png"
+        write_png(figures["photograph"], figure)
     classifier = load_classifier("embedded", num_classes=len(train.classes), device=device)
     classifier.model.to(memory_format=torch.channels_last)
 
-    train_probe(classifier, train, seed=seed, progress=_staged("classifier", progress))
+    staged = _staged("classifier", progress)
+    features = train_probe(classifier, train, seed=seed, maps=True, progress=staged).features
     path = output / "classifier.safetensors"
     save_classifier(path, classifier.model, spec="embedded", classes=train.classes)
-    before = _predictions(classifier, test)
     weights = fingerprint(classifier.model)
 
     nets = {
@@ -116,20 +120,24 @@ def run_demo(
         for name in FIT_NAMES
     }
     net, config, staged = nets["background"], FitConfig(seed=seed), _staged("branch", progress)
-    features = extract(net, train, config, backgrounds=True, progress=staged)  # one pass serves both fits
+    head = copy.deepcopy(net.last_layer("softmax"))
+    features = extract(net, features, config, backgrounds=True)  # of the probe's pass: no other is needed
     fit(nets["paper"], replace(features, backgrounds=()), replace(config, background=0), progress=staged)
     fitted = fit(net, features, config, progress=staged)
     others = scenes(min(EMPTY, images), seed=seed + 1)  # other scenes than those of the test
-    fit(nets["negatives"], features, config, negatives=extract(net, others, config, labelled=False))
+    others_read = extract(net, others, config, labelled=False, progress=staged)
+    fit(nets["negatives"], features, config, negatives=others_read)
     net.save(output / "branch.safetensors")
     labels = torch.tensor([sample.label for sample in test])
 
     variants = [*HEAD_ROWS, *SIGMOID, *([ABSOLUTE] if is_calibrated(net) else [])]
-    chosen = _measure(nets, validation, variants, _staged("threshold", progress)).ious.argmax(1)
+    passes, empty = Passes(net), scenes(min(EMPTY, test_images), seed=seed)
+    chosen = _measure(nets, head, validation, variants, _staged("threshold", progress)).ious.argmax(1)
     chosen[[i for i, each in enumerate(variants) if each.scale == "probability"]] = HALF
-    found = _measure(nets, test, variants, _staged("maps", progress))
-    with_bird, without = found.scores, _top_scores(nets, scenes(min(EMPTY, test_images), seed=seed))
+    found = _measure(nets, head, test, variants, _staged("maps", progress), passes)
+    with_bird, without = found.scores, _top_scores(nets, empty, _staged("empty scenes", progress), passes)
     table: dict[str, Any] = {
+        "photograph": photograph,
         "maps": [
             {
                 "branch": each.branch,
@@ -141,21 +149,21 @@ def run_demo(
             for i, each in enumerate(variants)
         ],
         "nothing_there": [_presence(score, with_bird[score][:EMPTY], without[score]) for score in with_bird],
-        "accuracy_before": float((before == labels).double().mean()),
+        "accuracy_before": float((found.before == labels).double().mean()),
         "accuracy_after": float((found.predicted == labels).double().mean()),
-        "predictions_changed": int((before != found.predicted).sum()),
+        "predictions_changed": int((found.before != found.predicted).sum()),
         "weights_unchanged": weights == fingerprint(classifier.model),
         "background": fitted.background,
         "maps_per_second": round(found.speed, 1),
         "fit_seconds": round(sum({**fitted.seconds, **features.seconds}.values()), 1),
     }
-    figures = {name: output / f"{name}.png" for name in ("absent", "distortions", "maps")}
-    empty = scenes(min(64, test_images), seed=seed)
-    write_png(figures["absent"], absence_figure(nets["negatives"], test[:64], empty))
-    write_png(figures["maps"], maps_figure(net, test[:64]))
-    write_png(figures["distortions"], distortions_figure(net, test[:64]))
+    shown = test[:SHOWN]  # whose passes were kept
+    figures |= {name: output / f"{name}.png" for name in ("maps", "absent", "distortions")}
+    write_png(figures["maps"], maps_figure(passes, shown))
+    write_png(figures["absent"], absence_figure(passes, nets["negatives"], shown, empty[:SHOWN]))
+    write_png(figures["distortions"], distortions_figure(net, shown, passes))  # again, in double
     if can_report():
-        write_text_atomic(output / "report.html", demo_page(table, figures, net, test[:SHOWN]))
+        write_text_atomic(output / "report.html", demo_page(table, figures, passes, shown))
     fingerprints = {"model_fingerprint": weights, "data_fingerprint": data_fingerprint(train)}
     write_manifest(output, model="embedded", **fingerprints, seed=seed, losses=fitted.losses, numbers=table)
     return table
@@ -165,12 +173,32 @@ def _staged(name: str, progress: Progress) -> Progress:
     return lambda stage, done, total: progress(name if stage == name else f"{name} {stage}", done, total)
 
 
-def _predictions(classifier: Classifier, samples: Samples) -> Tensor:
-    """Return the predictions of the classifier alone, (images,)."""
-    model, batches = classifier.model, load_batches(samples, classifier.transform, batch_size=8)
-    device = next(model.parameters()).device
-    with torch.no_grad():
-        return torch.cat([model(batch.images.to(device)).argmax(1).cpu() for batch in batches])
+def _photograph(device: str) -> tuple[dict[str, Any], Any]:
+    """Return the classes of a photograph with their scores, an absent one among them, by the classifier and
+    the branch as shipped, and a figure; without the package that brings the photograph, why there is none."""
+    try:
+        (photograph,) = example_photographs([PHOTOGRAPH])
+    except MissingExtra as error:
+        return {"left_out": str(error)}, None
+    picture = ImageOps.fit(open_image(photograph.path), (448, 448))  # its middle, not squashed
+    sample = Sample(photograph.name, lambda: picture)
+    net = open_network(device=device).net
+    assert net.class_names is not None
+    passes, absent = Passes(net), net.class_names.index(ABSENT)
+    likely = passes.explain(net, sample, "sigmoid").top_classes[0, :LIKELY].tolist()
+    ex = passes.explain(net, sample, "sigmoid", classes=torch.tensor([[*likely, absent]]))
+    rows = [
+        {
+            "class_name": ex.name(index),
+            "probability": float(ex.probability[0, k]),
+            "evidence": float(ex.evidence[0, k]),
+            "presence": presence_words(float(ex.evidence[0, k])),
+        }
+        for k, index in enumerate((*likely, absent))
+    ]
+    return {"credit": photograph.credit, "classes": rows}, photograph_figure(
+        passes, sample, (likely[0], absent)
+    )
 
 
 def _presence(score: str, with_bird: Tensor, without: Tensor) -> dict[str, Any]:
@@ -193,12 +221,32 @@ def _best_scores(nets: Mapping[str, DualBranch], forward: ForwardPass) -> dict[s
 
 
 @torch.no_grad()
-def _top_scores(nets: Mapping[str, DualBranch], samples: Samples) -> dict[str, Tensor]:
+def _top_scores(
+    nets: Mapping[str, DualBranch], samples: Samples, progress: Progress, passes: Passes
+) -> dict[str, Tensor]:
     """Return the scores of the best class (images,), by name."""
-    net = nets["background"]
+    parts, count = list[dict[str, Tensor]](), 0
+    for indices, forward, _ in _forward_passes(nets["background"], samples, passes):
+        parts.append(_best_scores(nets, forward))
+        count += len(indices)
+        progress("measured", count, len(samples))
+    return _joined(parts)
+
+
+def _forward_passes(
+    net: DualBranch, samples: Samples, passes: Passes | None = None
+) -> Iterator[tuple[list[int], ForwardPass, float | None]]:
+    """Yield indices of samples, their pass, and its seconds; with `passes`, those of the first pictures are
+    kept there for the figures, and not timed."""
+    kept = min(SHOWN, len(samples)) if passes else 0
+    for index in range(kept):
+        assert passes is not None
+        yield [index], passes.of(samples[index])[1], None
     assert net.transform is not None
-    batches = load_batches(samples, net.transform, batch_size=8)
-    return _joined([_best_scores(nets, net.run(batch.images.to(net.device))) for batch in batches])
+    for batch in load_batches(samples[kept:], net.transform, batch_size=8):
+        begin = time.perf_counter()
+        forward = net.run(batch.images.to(net.device), grad=True)  # one pass serves all variants
+        yield [kept + i for i in batch.indices], forward, time.perf_counter() - begin
 
 
 def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -206,19 +254,26 @@ def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _measure(
-    nets: Mapping[str, DualBranch], samples: Samples, variants: Sequence[MapRow], progress: Progress
+    nets: Mapping[str, DualBranch],
+    head: nn.Module,
+    samples: Samples,
+    variants: Sequence[MapRow],
+    progress: Progress,
+    passes: Passes | None = None,
 ) -> Measured:
-    """Draw every variant's maps of the images, with one pass of the backbone, and compare them with masks."""
+    """Draw every variant's maps of the images, with one pass of the backbone, and compare them with masks.
+
+    `head` is the softmax head's last layer before the fit, read from the same pass.
+    """
     net = nets["background"]
-    assert net.transform is not None
     total, seconds, count = torch.zeros(len(variants), len(IOU_THRESHOLDS), dtype=torch.float64), 0.0, 0
-    predicted, scores = list[Tensor](), list[dict[str, Tensor]]()
-    for batch in load_batches(samples, net.transform, batch_size=8):
-        masks = torch.stack([_mask(samples, i) for i in batch.indices])
+    timed, before, predicted, scores = 0, list[Tensor](), list[Tensor](), list[dict[str, Tensor]]()
+    for indices, forward, duration in _forward_passes(net, samples, passes):
+        masks = torch.stack([_mask(samples, i) for i in indices])
         begin = time.perf_counter()
-        forward = net.run(batch.images.to(net.device), grad=True)  # one pass serves all variants
         explain_pass(net, forward, MapConfig())
-        seconds += time.perf_counter() - begin
+        if duration is not None:
+            seconds, timed = seconds + duration + time.perf_counter() - begin, timed + len(indices)
         for row, each in enumerate(variants):
             drawn = nets[each.fit or "background"]
             config = MapConfig(branch=each.branch, clamp=each.clamp, scale=each.scale)
@@ -227,104 +282,17 @@ def _measure(
                 above = maps > threshold if each.scale == "probability" else foreground(maps, threshold)
                 inside = (above & masks).flatten(1).sum(1)
                 total[row, i] += (inside / (above | masks).flatten(1).sum(1)).sum().double()
+        with torch.no_grad():
+            before.append(head(forward.pooled).argmax(1).cpu())
         predicted.append(forward.softmax.argmax(1).cpu())
         scores.append(_best_scores(nets, forward))
-        count += len(batch.indices)
+        count += len(indices)
         progress("measured", count, len(samples))
-    return Measured(total / count, torch.cat(predicted), _joined(scores), count / seconds)
+    predictions = torch.cat(before), torch.cat(predicted)
+    return Measured(total / count, *predictions, _joined(scores), timed / seconds)
 
 
 def _mask(samples: Samples, index: int) -> Tensor:
     open_mask = samples[index].open_mask
     assert open_mask is not None
     return torch.from_numpy(open_mask()) == 1
-
-
-def map_source(row: Mapping[str, Any]) -> str:
-    """Return what a row of the table of maps is drawn from."""
-    return f"{row['branch']}, {FIT_NAMES[row['fit']]}" if row["fit"] else str(row["branch"])
-
-
-def demo_page(
-    table: Mapping[str, Any], figures: Mapping[str, Path], net: DualBranch, samples: Samples
-) -> str:
-    """The demo's numbers, its figures, and the maps of some test images by both heads."""
-    localization = ReportTable(
-        ("map from", "weights", "mean IoU", "threshold"),
-        [
-            (map_source(row), [row["clamp"], Number(row["iou"], digits=3), Number(row["threshold"])])
-            for row in table["maps"]
-        ],
-        foot="Of the thresholded map with the object's mask, at the threshold that was best on other images; "
-        "for maps in probabilities no threshold is chosen.",
-    )
-    scores = list[tuple[str, list[Number]]]()
-    for row in table["nothing_there"]:
-        shares = [Number(100 * row[f"above_half_{which}"], digits=1) for which in ("with_bird", "without")]
-        scores.append((row["score"], [*shares, Number(row["auroc"], digits=3)]))
-    presence = ReportTable(
-        ("score of the best class", "above 0.5 with a bird, %", "above 0.5 without, %", "AUROC"),
-        scores,
-        foot="AUROC: the chance that a picture with a bird scores higher than a scene without one. The empty "
-        "scenes that the last branch was also fitted on are others than these.",
-    )
-    captions = {
-        "absent": "The first correctly predicted picture of some classes, and the same scene without its "
-        "bird. The softmax head's map is stretched to its own range; probabilities have one scale for all. "
-        "The branch is the one that also learned from empty scenes.",
-        "distortions": "The softmax head shifted in two ways that change no probability; the sigmoid "
-        "branch has no such freedom.",
-        "maps": "Input, the object's mask, and the same method on both heads.",
-    }
-    parts = []
-    for name, path in figures.items():
-        with Image.open(path) as image:
-            parts.append(Figure(Shot(data_uri(image, 88), f"figure: {captions[name]}", captions[name])))
-    return render_page(
-        "sigcam demo",
-        [
-            Section("Where is it?", [localization]),
-            Section("Is it there at all?", [presence]),
-            Section("Figures", parts),
-            Section(
-                "Maps of test pictures",
-                [Gallery([_both_heads(net, sample, samples.classes) for sample in samples], "class")],
-                intro="Grad-CAM of the predicted class, from the softmax head and from the sigmoid branch.",
-            ),
-        ],
-        lead="Synthetic birds: a linear head is trained on the frozen embedded network, a sigmoid branch is "
-        "fitted beside it, once as in the paper and once with the backgrounds of the training images as "
-        "examples of no bird; all are asked where the bird is, and whether there is one.",
-        facts=[
-            ("accuracy before and after", f"{table['accuracy_before']:.1%}, {table['accuracy_after']:.1%}"),
-            ("predictions changed", str(table["predictions_changed"])),
-            ("weights unchanged", "yes" if table["weights_unchanged"] else "no"),
-            ("weight of backgrounds", f"{table['background']:g}"),
-            ("seconds to fit the branch", str(table["fit_seconds"])),
-            ("maps per second", str(table["maps_per_second"])),
-        ],
-        **provenance(),
-    )
-
-
-def _both_heads(net: DualBranch, sample: Sample, classes: Sequence[str]) -> Card:
-    """One image with the maps of both heads."""
-    image = sample.open()
-    softmax, sigmoid = (explain(net, [image], branch=branch) for branch in BOTH_HEADS)
-    top = sigmoid.rows()[0]["top"]
-    name, label = softmax.name(int(softmax.classes[0])), classes[sample.label or 0]
-    return Card(
-        label,
-        [
-            Shot(data_uri(ex.overlay(boxes=0.2)[0], JPEG_QUALITY), f"{ex.branch} map of {name}", ex.branch)
-            for ex in (softmax, sigmoid)
-        ],
-        group=label,
-        keys={
-            "probability": float(softmax.probability[0]),
-            "evidence": float(sigmoid.evidence[0]),
-            "disagreement of the heads' maps": float(disagreement(softmax.maps[0], sigmoid.maps[0])),
-        },
-        scores=[(each["class_name"], each["probability"], each["evidence"]) for each in top],
-        notes=[] if name == label else [f"taken for {name}"],
-    )

@@ -11,7 +11,16 @@ from sigcam.drawing.charts import Line, line_chart
 from sigcam.drawing.overlay import PROBABILITY, RANGE, TRUTH_COLOUR, overlay, with_boxes
 from sigcam.evaluation.examples import Example, Examples, compared
 from sigcam.evaluation.registry import METRICS, metric_of
-from sigcam.evaluation.result import FIXED, Curves, MetricKey, Result, Row, number_label, variant_words
+from sigcam.evaluation.result import (
+    FIXED,
+    MEAN_MAP,
+    Curves,
+    MetricKey,
+    Result,
+    Row,
+    number_label,
+    variant_words,
+)
 from sigcam.methods.explanation import data_uri, is_calibrated, presence_words
 from sigcam.metrics.base import IOUS
 from sigcam.metrics.boxes import THRESHOLDS
@@ -58,8 +67,8 @@ def evaluation_page(
         NoteList("How each number is defined", list(result.about["definitions"].items())),
         NoteList("What was evaluated, and with what", about),
     ]
-    left_out = "; ".join(f"{name}: {reason}" for name, reason in result.left_out)
-    sections.append(Section("Small print", notes, foot=f"Not measured: {left_out}." if left_out else ""))
+    foot = f"Not measured: {result.left_out_words()}." if result.left_out else ""
+    sections.append(Section("Small print", notes, foot=foot))
     skipped = len(result.skipped)
     return render_page(
         "What the maps are worth",
@@ -95,7 +104,8 @@ def _tables(result: Result, curves: Curves) -> Section:
             for row in rows:
                 lines.setdefault(variant_words(row), {})[_title(row)] = _number(row, result, curves)
             body = [(name, [numbers.get(head) for head in heads]) for name, numbers in lines.items()]
-            tables.append(ReportTable(("maps", *heads), body, title))
+            explained = f"Mean map: {MEAN_MAP}." if any(row["metric"] == "mean_map" for row in rows) else ""
+            tables.append(ReportTable(("maps", *heads), body, title, explained))
     foot = "No intervals were asked for."
     if any(row["low"] is not None for row in result.rows):
         foot = "Below a number are the ends of its 95 % bootstrap interval"

@@ -7,22 +7,25 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
 from sigcam.core.manifest import provenance
-from sigcam.core.types import Progress
+from sigcam.core.types import GridSize, Progress
 from sigcam.data.sample import Samples
 from sigcam.drawing.overlay import PROBABILITY, RANGE, ends, largest, overlay, with_boxes
 from sigcam.methods.explanation import Explanation, data_uri, presence_words
-from sigcam.methods.postprocess import disagreement
+from sigcam.methods.placement import fade_unseen
+from sigcam.methods.postprocess import disagreement, resize
 from sigcam.network.dual import DualBranch
 from sigcam.reports.html import Card, Gallery, Section, Shot, render_page
 
 Redraw = Callable[[list[Image.Image], list[int]], Explanation]  # images and the class of each
 
 MAX_IMAGES = 500  # on a page
-JPEG_QUALITY = 80  # 500 images of 224 x 224, each with two maps, stay below 25 MB
+CARD_SIDE = 256  # pixels
+JPEG_QUALITY = 80  # 500 images of this size, each with two maps, stay below 25 MB
 BATCH_SIZE = 16
 SCALE_TEXTS = {
     "unit": "unit: each map from 0 to 1",
@@ -46,7 +49,7 @@ class MapGallery(Gallery):
 
 def explain_page(
     rows: Sequence[Mapping[str, Any]],
-    maps: Mapping[str, Path],
+    folder: Path,
     samples: Samples,
     net: DualBranch,
     *,
@@ -59,7 +62,7 @@ def explain_page(
 
     Args:
         rows: as `sigcam explain` writes them.
-        maps: the file of each image's map, by id.
+        folder: holds the files of the maps.
         redraw: draws the other head's maps of the same classes; None if there is no other head.
     """
     shown = evenly(len(rows), MAX_IMAGES)
@@ -68,13 +71,16 @@ def explain_page(
     for start in range(0, len(shown), BATCH_SIZE):
         part = [rows[i] for i in shown[start : start + BATCH_SIZE]]
         images = [by_id[row["image"]].open() for row in part]
-        values = [torch.from_numpy(np.load(maps[row["image"]])) for row in part]
+        values = [torch.from_numpy(np.load(folder / row["map"])) for row in part]
         other = redraw(images, [row["class"] for row in part]) if redraw else None
         for i, (row, image) in enumerate(zip(part, images, strict=True)):
             label = by_id[row["image"]].label
             name = "" if label is None else samples.classes[label]
-            other_map = None if other is None else other.first_maps()[i].cpu()
-            cards.append(_card(row, name, input_image(net, image), values[i], other_map))
+            small, other_map = _small(values[i]), None
+            if other is not None:
+                _, other_map = other.on_picture(i, other.first_maps()[i], max(small.shape))
+                other_map = resize(other_map.cpu()[None, None], GridSize.of(small), "bilinear")[0, 0]
+            cards.append(_card(row, name, image, small, other_map))
         progress("report", len(cards), len(shown))
     head = "sigmoid branch" if first["branch"] == "sigmoid" else f"{first['branch']} head"
     weights = "clamped" if first["clamp"] else "signed weights"
@@ -102,7 +108,7 @@ def explain_page(
         "Evidence maps",
         [Section("Images", [gallery], intro=intro, foot=foot)],
         facts=[
-            ("images", str(len(rows))),
+            ("images", str(len({row["image"] for row in rows}))),
             ("maps", f"{first['method']} of the {head}, {weights}"),
             ("score explained", first["target"]),
             ("scale", SCALE_TEXTS[first["scale"]]),
@@ -121,7 +127,9 @@ def _card(
 ) -> Card:
     """The card of one image, with the softmax head's map beside its own if there is one."""
     raw, top, name = row["scale"] in ("raw", "logit"), row["top"], row["class_name"]
-    drawn = with_boxes(overlay(image, values, signed=raw), [row["box"]])
+    factor = values.shape[1] / row["size"][0]
+    box, seen = ([factor * side for side in row[key]] for key in ("box", "seen"))
+    drawn = with_boxes(fade_unseen(overlay(image, values, signed=raw), seen), [box])
     shots = [_shot(drawn, values, row["branch"], f"{name} on {row['image']}", raw)]
     facts = [("label", label)] if label else []
     facts.append(("map of", name))
@@ -132,7 +140,8 @@ def _card(
         facts += [("its evidence", f"{row['evidence']:.3f}{presence}")] if row["evidence"] is not None else []
     apart = None
     if other_map is not None:
-        shots.append(_shot(overlay(image, other_map, signed=raw), other_map, "softmax", name, raw))
+        other_drawn = fade_unseen(overlay(image, other_map, signed=raw), seen)
+        shots.append(_shot(other_drawn, other_map, "softmax", name, raw))
         apart = float(disagreement(values, other_map))
         facts.append(("disagreement", f"{apart:.3f}"))
     difference = None if row["evidence"] is None else abs(row["probability"] - row["evidence"])
@@ -150,6 +159,15 @@ def _card(
         facts=facts,
         notes=[f"blank map: {row['positive_share']:.0%} of the evidence is positive"] if row["blank"] else [],
     )
+
+
+def _small(values: Tensor) -> Tensor:
+    """Return the map with at most CARD_SIDE pixels a side."""
+    factor = CARD_SIDE / max(values.shape)
+    if factor >= 1:
+        return values
+    size = [max(1, round(side * factor)) for side in values.shape]
+    return F.interpolate(values[None, None], size, mode="area")[0, 0]
 
 
 def _shot(drawn: Image.Image, values: Tensor, branch: str, what: str, raw: bool) -> Shot:

@@ -6,13 +6,40 @@ cells replaced by the background's mean, through the network's own pooling. For 
 the mean over background cells.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from sigcam.core.config import FitConfig
+from sigcam.core.errors import DataError
 from sigcam.network.dual import DualBranch, ForwardPass, linear_weight
 
 MIN_CELLS = 4  # an image with fewer background cells gives no example
+
+
+@dataclass(frozen=True)
+class KeptMaps:
+    """F of images that passed the backbone earlier: all that a background needs where `suffices_f`."""
+
+    features: Tensor  # F (B, N, P, Q)
+
+    @classmethod
+    def of(cls, forward_pass: ForwardPass, dtype: torch.dtype) -> KeptMaps:
+        """Return F in the cache's precision; DataError if it does not fit into that."""
+        features = forward_pass.features.detach()
+        kept = features.to(dtype).contiguous()
+        if bool(kept.isinf().any()) and not bool(features.isinf().any()):
+            raise DataError("features are too large for float16: set precision to bfloat16.")
+        return cls(kept)
+
+
+def suffices_f(net: DualBranch) -> bool:
+    """Whether backgrounds follow from F and the last layer's weights alone: where both heads are global
+    average pooling and one linear layer."""
+    return net.linear == {"softmax", "sigmoid"} and why_no_background(net) is None
 
 
 def why_no_background(net: DualBranch) -> str | None:
@@ -34,7 +61,7 @@ def classes_of(labels: Tensor, classes: int) -> Tensor:
     return torch.where(labels == 1, 0, -1)[:, None] if classes == 1 else labels[:, None]
 
 
-def class_maps(net: DualBranch, forward_pass: ForwardPass, classes: Tensor) -> Tensor:
+def class_maps(net: DualBranch, forward_pass: ForwardPass | KeptMaps, classes: Tensor) -> Tensor:
     """Return the softmax head's clamped maps (B, K, P, Q) of (B, K) classes (Eq. 4-6, Sec. 3.3).
 
     The pass must have a graph unless the head is global average pooling + linear.
@@ -45,6 +72,7 @@ def class_maps(net: DualBranch, forward_pass: ForwardPass, classes: Tensor) -> T
         assert layer is not None
         weights = layer[0].detach()[index]  # (B, K, N)
     else:
+        assert isinstance(forward_pass, ForwardPass)
         fold, image, logits = forward_pass.point.fold, forward_pass.image, forward_pass.softmax_logits
         with torch.enable_grad():
             columns = [logits.gather(1, column[:, None]).sum() for column in index.unbind(1)]
@@ -66,7 +94,7 @@ def background_cells(maps: Tensor, classes: Tensor, threshold: float) -> Tensor:
 
 @torch.no_grad()
 def background_inputs(
-    net: DualBranch, forward_pass: ForwardPass, classes: Tensor, config: FitConfig
+    net: DualBranch, forward_pass: ForwardPass | KeptMaps, classes: Tensor, config: FitConfig
 ) -> Tensor:
     """Return what enters the sigmoid head, (B, ...), if each image showed its background alone, given the
     (B, K) classes that it shows; infinite for an image that has too little of it."""
@@ -77,6 +105,7 @@ def background_inputs(
     if "sigmoid" in net.linear:
         inputs = mean
     else:
+        assert isinstance(forward_pass, ForwardPass)
         inputs = net.with_features(forward_pass, torch.where(cells, features, mean[..., None, None])).pooled
     found = cells.flatten(1).any(1).view(-1, *[1] * (inputs.ndim - 1))
     return torch.where(found, inputs, torch.inf)

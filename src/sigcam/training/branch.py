@@ -20,13 +20,13 @@ from sigcam.metrics.classification import EvidenceQuality, Quality
 from sigcam.models.preprocess import Transform
 from sigcam.network.calibration import BranchCalibration
 from sigcam.network.dual import DualBranch
-from sigcam.training.background import why_no_background
+from sigcam.training.background import suffices_f, why_no_background
 from sigcam.training.calibration import calibrate, check_zooms
 from sigcam.training.feature_reader import HeadInputs
 from sigcam.training.features import Features, TrainingData, all_labels, extract, length_of, match_labels
 from sigcam.training.linear_head import solve_head
 from sigcam.training.loss import check_labels, pos_weights, positives_of
-from sigcam.training.recipes import TrainedHead, train_cached, train_fresh
+from sigcam.training.recipes import TrainedHead, train_by_steps, train_cached
 from sigcam.training.selection import MIN_HELD_OUT
 from sigcam.training.settings import check_fit_config
 from sigcam.training.training_set import choose_held_out, make_training_set
@@ -34,7 +34,7 @@ from sigcam.training.training_set import choose_held_out, make_training_set
 log = logging.getLogger("sigcam")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FitResult:
     """The result of a fit: losses, data, timing, and the quality on held-out images.
 
@@ -75,6 +75,13 @@ class FitResult:
     seconds: dict[str, float]
     gradient: float | None = None
 
+    def __repr__(self) -> str:
+        quality = (
+            "not held out" if self.quality is None else f"mean AP {self.quality.mean_average_precision:.3f}"
+        )
+        shown = f"{self.images} images, {len(self.positive_share)} classes, {quality}"
+        return f"FitResult({shown}, l2={self.l2:g}, background={self.background:g})"
+
 
 def fit(
     net: DualBranch,
@@ -111,12 +118,16 @@ def fit(
             read = partial(extract, net, inputs=inputs, transform=transform, cache=folder, progress=progress)
             trained, labels, pos_weight = _fit_cached(net, inputs, data, config, negatives, read, progress)
         else:
-            if isinstance(data, Features):
-                raise ConfigError(f"recipe {config.recipe} computes features in every epoch: give it images.")
-            data = match_labels(net, data)
-            labels = all_labels(net, data, config)
+            if isinstance(data, Features):  # without new crops
+                if config.batch_norm == "batch":
+                    raise ConfigError("batch_norm='batch' computes features in every step: give it images.")
+                data = extract(net, data, config, inputs=inputs)
+                labels = data.labels
+            else:
+                data = match_labels(net, data)
+                labels = all_labels(net, data, config)
             pos_weight = _positive_weights(labels, net.classes, config, ())
-            trained = train_fresh(net, data, pos_weight, config, transform, folder, progress)
+            trained = train_by_steps(net, data, pos_weight, config, transform, folder, progress)
         return _install(net, data, config, trained, labels, pos_weight)
 
 
@@ -162,7 +173,7 @@ def _fit_cached(
 def _wants_backgrounds(net: DualBranch, data: TrainingData | Features, config: FitConfig) -> bool:
     """Return whether backgrounds are to be computed; ConfigError if they are asked for and cannot be."""
     reason = why_no_background(net)
-    if isinstance(data, Features) and not data.backgrounds:
+    if isinstance(data, Features) and not data.backgrounds and not (data.maps and suffices_f(net)):
         reason = "features that were computed before have no backgrounds"
         if any(zoom != 1 for zoom in config.zooms):
             raise ConfigError("zooms are calibrated on images: give images instead of features.")

@@ -72,9 +72,9 @@ class FeatureStore:
         return [f"{stamp}\0{sample.label}" for stamp, sample in zip(stamps, self.samples, strict=True)]
 
     def is_allocated(self) -> bool:
-        """Return whether the file has its full size; chunks may be missing all the same."""
+        """Return whether the files are there in full size; chunks may be missing all the same."""
         file = self.folder / "features.bin"
-        return file.is_file() and file.stat().st_size == self.size
+        return file.is_file() and file.stat().st_size == self.size and (self.folder / "sums.bin").is_file()
 
     def create(self) -> None:
         """Allocate the files; chunks that are there already stay."""
@@ -134,13 +134,18 @@ def find_store(
     return FeatureStore(root / key.hexdigest(), samples, shape, precision, facts)
 
 
+def free_space(root: Path) -> int:
+    """Return the bytes that the cache may still take on its disk; below zero if that is too full."""
+    place = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    return shutil.disk_usage(place).free - SPARE
+
+
 def check_space(root: Path, needed: int) -> None:
     """Raise DataError if `needed` bytes do not fit on the disk of the cache."""
-    place = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(place).free
-    if needed + SPARE > free:
+    free = free_space(root)
+    if needed > free:
         raise DataError(
-            f"the feature cache needs {_size(needed)}, and {root} has {_size(max(free - SPARE, 0))} left: "
+            f"the feature cache needs {_size(needed)}, and {root} has {_size(max(free, 0))} left: "
             "free some (`sigcam cache clear`), choose another place with --cache, or use --no-cache."
         )
 

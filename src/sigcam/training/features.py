@@ -47,6 +47,8 @@ class Features:
         seconds: duration of each stage.
         backgrounds: one (n, ...) tensor per view, of the images' backgrounds; infinite for an image that has
             too little of it. Empty if they were not computed.
+        maps: one (n, N, P, Q) tensor per view, of F, from which `fit` computes backgrounds; empty if they
+            were not kept.
     """
 
     views: tuple[Tensor, ...]
@@ -55,6 +57,7 @@ class Features:
     skipped: tuple[Skipped, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     backgrounds: tuple[Tensor, ...] = ()
+    maps: tuple[Tensor, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -84,6 +87,7 @@ def extract(
     backgrounds: bool = False,
     zoom: float = 1.0,
     only: Tensor | None = None,
+    maps: bool = False,
 ) -> Features:
     """Return the features of this process's share of the data, in the precision of the cache.
 
@@ -94,12 +98,14 @@ def extract(
         backgrounds: also compute the features of the images' backgrounds; for labelled data.
         zoom: enlargement of the images.
         only: sorted positions of the images to use; all by default.
+        maps: also keep F of samples, within a budget, so that backgrounds need no second pass once the
+            softmax head is trained.
     """
     began, stage = time.perf_counter(), "features" if labelled else "negatives"
     stage = stage if zoom == 1 else f"zoom {zoom:g}"
     inputs = inputs or HeadInputs(net)
     if isinstance(data, Features):
-        features = _local_share(inputs, data, config, labelled)
+        features = _local_share(inputs, data, config, labelled, backgrounds)
     elif isinstance(data := match_labels(net, data) if labelled else as_samples(net, data), Samples):
         transform = preprocessing(net, transform)
         if only is not None:
@@ -109,10 +115,11 @@ def extract(
             check_labels(labels, net.classes)
         features = Features((torch.empty(0),) * config.views, labels)
         if len(data):
-            reader = FeatureReader(inputs, data, config, transform, stage, progress, backgrounds, zoom)
+            reader = FeatureReader(inputs, data, config, transform, stage, progress, backgrounds, zoom, maps)
             rows, index, skipped = reader.read(cache)
-            views, alone = rows[: config.views], rows[config.views :]
-            features = Features(views, labels[index], index, skipped, backgrounds=alone)
+            others = rows[config.views :]
+            features = Features(rows[: config.views], labels[index], index, skipped)
+            features = replace(features, maps=others) if maps else replace(features, backgrounds=others)
     elif hasattr(data, "__getitem__") or hasattr(data, "__iter__"):
         reading = inputs, data, config, progress, stage
         features = _from_batches(*reading, labelled, backgrounds=backgrounds, zoom=zoom, only=only)
@@ -180,8 +187,11 @@ def preprocessing(net: DualBranch, transform: Transform | None) -> Transform:
     return transform
 
 
-def _local_share(inputs: HeadInputs, data: Features, config: FitConfig, labelled: bool) -> Features:
-    """Check features that the caller computed; return every n-th row of them for one of n processes."""
+def _local_share(
+    inputs: HeadInputs, data: Features, config: FitConfig, labelled: bool, backgrounds: bool
+) -> Features:
+    """Check features that the caller computed; return every n-th row of them for one of n processes, with
+    backgrounds where these are wanted and maps were kept."""
     if not data.views or any(tuple(view.shape[1:]) != inputs.shape for view in data.views):
         actual = tuple(data.views[0].shape) if data.views else "none"
         raise DataError(f"features must be {('n', *inputs.shape)} for this head, not {actual}.")
@@ -197,7 +207,10 @@ def _local_share(inputs: HeadInputs, data: Features, config: FitConfig, labelled
     if any(not bool(torch.isfinite(view).all()) for view in views):
         raise DataError(f"some of the features are not finite in {config.precision}.")
     alone = tuple(view[index].to(dtype) for view in data.backgrounds[: config.views])
-    return replace(data, views=views, labels=data.labels[index], index=index, backgrounds=alone)
+    if backgrounds and not alone:
+        shown = classes_of(data.labels[index], inputs.net.classes)
+        alone = tuple(inputs.backgrounds_of(view[index], shown, config) for view in data.maps[: config.views])
+    return replace(data, views=views, labels=data.labels[index], index=index, backgrounds=alone, maps=())
 
 
 def _from_batches(
@@ -216,6 +229,8 @@ def _from_batches(
     rows: list[list[Tensor]] = [[] for _ in range(config.views * (2 if backgrounds else 1))]
     check_features(length_of(data) * len(rows), inputs.shape)
     labels, index, count = list[Tensor](), list[Tensor](), 0
+    if progress:
+        progress(stage, 0, length_of(data))
     for number, item in enumerate(batches_of(data, config)):
         images, targets = check_batch(item, inputs.net.classes, labelled=labelled)
         first, count = count, count + len(images)

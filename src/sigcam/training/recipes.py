@@ -27,7 +27,14 @@ from sigcam.network.dual import DualBranch
 from sigcam.network.identity import network_facts
 from sigcam.network.trace import chunks
 from sigcam.training.augmentation import augmented
-from sigcam.training.features import TrainingData, batches_of, check_batch, length_of, preprocessing
+from sigcam.training.features import (
+    Features,
+    TrainingData,
+    batches_of,
+    check_batch,
+    length_of,
+    preprocessing,
+)
 from sigcam.training.loss import as_targets, balanced_bce
 from sigcam.training.selection import choose_background
 from sigcam.training.training_set import TrainingSet
@@ -187,9 +194,9 @@ def _train_rows(
     return trainer, losses
 
 
-def train_fresh(
+def train_by_steps(
     net: DualBranch,
-    data: TrainingData,
+    data: TrainingData | Features,
     pos_weight: Tensor,
     config: FitConfig,
     transform: Transform | None,
@@ -198,8 +205,8 @@ def train_fresh(
 ) -> TrainedHead:
     """Train as the paper does: each epoch runs the backbone on newly augmented images.
 
-    A Dataset or DataLoader is expected to augment its images itself. For samples, a checkpoint is written to
-    the folder `cache` after each epoch, and removed at the end.
+    A Dataset or DataLoader is expected to augment its images itself; of features, a random view is taken. For
+    samples, a checkpoint is written to the folder `cache` after each epoch, and removed at the end.
     """
     if world_size() > 1:
         raise ConfigError(f"recipe {config.recipe} runs in one process: use recipe fast with torchrun.")
@@ -217,9 +224,14 @@ def train_fresh(
             for group in trainer.optimizer.param_groups:
                 group["lr"] *= 0.1
         total, count = 0.0, 0
-        for images, labels in _fresh_batches(net, data, config, transform, skipped):
-            total += trainer.step(_pooled(backbone, images, config), labels) * len(images)
-            count += len(images)
+        if isinstance(data, Features):
+            batches = _feature_batches(data, config)
+        else:
+            fresh = _fresh_batches(net, data, config, transform, skipped)
+            batches = ((_pooled(backbone, images, config), labels) for images, labels in fresh)
+        for pooled, labels in batches:
+            total += trainer.step(pooled, labels) * len(labels)
+            count += len(labels)
             if progress:
                 progress(f"epoch {epoch + 1}", count, max(length_of(data), count))
         if not count:
@@ -236,7 +248,11 @@ def train_fresh(
 
 
 def _checkpoint(
-    net: DualBranch, data: TrainingData, config: FitConfig, transform: Transform | None, cache: Path | None
+    net: DualBranch,
+    data: TrainingData | Features,
+    config: FitConfig,
+    transform: Transform | None,
+    cache: Path | None,
 ) -> Checkpoint:
     """Return the checkpoint of this training; without a file if there is no cache, or data without names."""
     if cache is None or not isinstance(data, Samples):
@@ -248,6 +264,13 @@ def _checkpoint(
         "files": files_fingerprint(data),
     }
     return Checkpoint(cache / f"recipe-{hash_of(facts)[:24]}.pt", facts)
+
+
+def _feature_batches(data: Features, config: FitConfig) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield batches of features and labels, in random order, each row of a random view."""
+    views = torch.stack(data.views)
+    for chosen in torch.randperm(len(data)).split(config.batch_size):
+        yield views[torch.randint(len(views), (len(chosen),)), chosen].float(), data.labels[chosen]
 
 
 def _fresh_batches(

@@ -1,10 +1,6 @@
 """Event handlers of the page's controls."""
 
 import asyncio
-import io
-import logging
-import math
-import os
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,18 +13,25 @@ import gradio as gr
 from PIL import Image
 
 from sigcam.core.errors import ConfigError, DataError, SigcamError
-from sigcam.core.files import file_stamp, hash_of, write_atomic
 from sigcam.data.sample import Samples, match_classes
 from sigcam.network.dual import DualBranch
 from sigcam.ui.fit_job import FitJob, Stopped
-from sigcam.ui.html import boxes_html, links_html, panels_html, progress_html, top_classes_html
+from sigcam.ui.html import (
+    boxes_html,
+    links_html,
+    panels_html,
+    progress_html,
+    state_link_html,
+    top_classes_html,
+)
 from sigcam.ui.images import ImageGallery, open_upload
+from sigcam.ui.messages import sentence, show_errors
 from sigcam.ui.sessions import Sessions
-from sigcam.ui.sources import Source, sources_of
-from sigcam.ui.viewer import ABSOLUTE_THRESHOLD, PanelScale, Request, Viewer, disagreements
+from sigcam.ui.sources import Source, available_methods, class_choices, sources_of, why_relative
+from sigcam.ui.state import LinkState, link_number, link_query, read_link, slider_value
+from sigcam.ui.viewer import PanelScale, Request, Viewer, disagreements
 
-log = logging.getLogger("sigcam")
-THRESHOLD = 0.4  # unit maps of the clamped branch seldom reach zero
+METHOD = "grad-cam"  # that the page opens with
 THRESHOLD_INFO = (
     "The box encloses what is above this fraction of the map's maximum.",
     "The box encloses what is above this probability; in maps without an absolute scale, what is above this "
@@ -41,37 +44,6 @@ SORTED, MAX_SORTED = 64, 1000  # images
 MAX_BRANCH_BYTES = 20 * 2**20  # of a branch that is offered as a link
 
 
-@contextmanager
-def show_errors() -> Iterator[None]:
-    """Show errors on the page: ours as they are, unexpected ones as a reference to the log."""
-    try:
-        yield
-    except Exception as error:
-        raise gr.Error(escape(sentence(error)), print_exception=False) from error
-
-
-def sentence(error: BaseException) -> str:
-    """Return what visitors are told of an error; an unexpected one goes to the log."""
-    if isinstance(error, SigcamError):
-        return str(error)
-    log.error("the page failed to answer a request", exc_info=error)
-    return "Unexpected error: see the server's log."
-
-
-def slider_value(value: Any, low: float, high: float, default: float) -> float:
-    """Return the number of a slider, within its limits; the default while its field is empty."""
-    if value is None:
-        return default
-    if not isinstance(value, int | float) or math.isnan(value):
-        raise DataError("a slider takes numbers only.")
-    return float(min(max(value, low), high))
-
-
-def default_threshold(scale: PanelScale) -> float:
-    """Return where the slider of the box threshold starts."""
-    return ABSOLUTE_THRESHOLD if scale == "probability" else THRESHOLD
-
-
 def _session_id(request: gr.Request) -> str:
     """Identify a visitor's browser tab."""
     return f"{request.username or ''}:{request.session_hash}"
@@ -80,8 +52,8 @@ def _session_id(request: gr.Request) -> str:
 class Page:
     """Event handlers, with the state that visitors share and the state of each visitor.
 
-    Handlers take the values of the controls: `choices` are sources, methods, colours and scale;
-    `controls` are these, the threshold and delta.
+    Handlers take the values of the controls: `choices` are sources, methods and scale; `controls` are these,
+    the threshold and delta.
 
     Args:
         first: branch of the first network that is selected when the page opens; None for the recommended one.
@@ -109,6 +81,9 @@ class Page:
         best = next((s for s in per_net[0] if s.branch == first), per_net[0][0])
         other = per_net[1][0] if several else next(s for s in per_net[0] if s.branch == "softmax")
         self.default_sources = list(dict.fromkeys((best.name, other.name)))
+        absolute = any(not why_relative(self.sources[name], METHOD) for name in self.default_sources)
+        self.default_scale: PanelScale = "absolute" if absolute else "unit"
+        self.methods = available_methods(list(nets.values()))
         self.viewers: Sessions[Viewer] = Sessions()
         self.rankings: Sessions[list[int]] = Sessions()
         self.sort_stops: Sessions[threading.Event] = Sessions()
@@ -116,21 +91,39 @@ class Page:
         self.fit_report = ("", "")  # of the latest fit: status and link
         self.fit_error = ""  # of the latest fit, until somebody has seen it
         self._lock = threading.Lock()  # of the heads and the fit
-        self._thumbnail_lock = threading.Lock()
 
-    def load(self, request: gr.Request) -> list[Any]:
-        """Show the first readable image, and all heads, including those fitted since the start."""
+    def load(self, request: gr.Request, query: Any = "") -> list[Any]:
+        """Show the state that the address links to, or else the first readable image, and all heads,
+        including those fitted since the start."""
         with show_errors():
-            controls = (self.default_sources, ["grad-cam"], "evidence", "shared", THRESHOLD, 0.0)
-            outputs = self._view(request, *self._first_image(), *controls)
-            heads, *others = self._heads()
-            return [*outputs, {**heads, "value": self.default_sources}, *others]
+            sources, (heads, *others) = self.sources, self._heads()
+            link, classes = read_link(query), dict(class_choices(self.net))
+            index = self._first_readable(link["example"])
+            known = [classes[label] for label in dict.fromkeys(link["class"]) if label in classes]
+            names = [name for name in dict.fromkeys(link["head"]) if name in sources] or self.default_sources
+            methods = [m for m in dict.fromkeys(link["method"]) if m in self.methods] or [METHOD]
+            scale = next((s for s in link["scale"] if s in get_args(PanelScale)), self.default_scale)
+            delta = link_number(link["delta"], -MAX_DELTA, MAX_DELTA, 0.0)
+            try:
+                outputs = self._example(request, index, names, methods, scale, None, delta, classes=known)
+            except ConfigError:  # too many maps
+                names, methods = self.default_sources, [METHOD]
+                outputs = self._example(request, index, names, methods, scale, None, delta)
+            with self._viewer(request) as viewer:
+                viewer.threshold = link_number(link["threshold"], 0, 1, viewer.threshold)
+                outputs[1] = boxes_html(viewer.boxes(), viewer.threshold)
+                values = [{**heads, "value": names}, methods, scale, self._slider(viewer), delta]
+            return [*outputs, *values, *others]
 
-    def _first_image(self) -> tuple[str, Image.Image]:
-        for index in range(len(self.gallery) - 1):
+    def _first_readable(self, examples: list[str]) -> int:
+        """Return the index of the named example if there is one, or of the first image that can be opened."""
+        count = len(self.gallery)
+        named = [i for i in range(count) if self.gallery.example(i) in examples] if examples else []
+        for index in (*named, *range(count - 1)):
             with suppress(DataError):
-                return self.gallery.open(index)
-        return self.gallery.open(len(self.gallery) - 1)
+                self.gallery.open(index)
+                return int(index)
+        return count - 1
 
     def upload(self, request: gr.Request, path: str | None, *controls: Any) -> list[Any]:
         """Show an uploaded image."""
@@ -148,21 +141,27 @@ class Page:
         """Show the image whose thumbnail was clicked."""
         with show_errors():
             index = self._clicked(event, PAGE_SIZE) + self._page_start(page)
-            return self._view(request, *self.gallery.open(index), *controls)
+            return self._example(request, index, *controls)
 
     def redraw(self, request: gr.Request, classes: Any, *choices: Any) -> list[Any]:
         """Show other maps of the same image; return the outputs and the slider of the box threshold, which
         starts again where its meaning changes."""
-        with show_errors():
-            map_request, slider = self._map_request(classes, *choices), gr.skip()
-            with self._viewer(request) as viewer:
-                absolute = map_request.scale == "probability"
-                changed = absolute != (viewer.request.scale == "probability")
-                viewer.update(map_request)
-                if changed:
-                    viewer.threshold = default_threshold(map_request.scale)
-                    slider = gr.update(value=viewer.threshold, info=THRESHOLD_INFO[absolute])
-                return [*self._outputs(viewer), slider]
+        with show_errors(), self._viewer(request) as viewer:
+            before = viewer.default_threshold
+            try:
+                viewer.update(self._map_request(classes, *choices))
+            except SigcamError as error:  # a warning: after an error, gradio forgets the change that waits
+                gr.Warning(escape(str(error)), title="These maps cannot be shown")
+                return [gr.skip()] * 5
+            if viewer.default_threshold == before:
+                return [*self._outputs(viewer), gr.skip()]
+            viewer.threshold = viewer.default_threshold
+            return [*self._outputs(viewer), self._slider(viewer)]
+
+    def _slider(self, viewer: Viewer) -> Any:
+        """Return an update of the slider of the box threshold."""
+        info = THRESHOLD_INFO[any(panel.absolute for panel in viewer.panels)]
+        return gr.update(value=viewer.threshold, info=info)
 
     def set_threshold(self, request: gr.Request, threshold: Any) -> str:
         """Show the boxes at another threshold."""
@@ -181,6 +180,21 @@ class Page:
         with show_errors(), self._viewer(request) as viewer:
             return links_html(viewer.files())
 
+    def link(self, request: gr.Request) -> str:
+        """Show a link to what is shown; it names an example, never a file or an upload."""
+        with show_errors(), self._viewer(request) as viewer:
+            labels = [label for label, _ in class_choices(self.net)]
+            state: LinkState = {
+                "class": [labels[k] for k in viewer.request.classes],
+                "head": [source.name for source in viewer.request.sources],
+                "method": viewer.request.methods,
+                "scale": viewer.request.scale,
+                "threshold": round(viewer.threshold, 3),
+                "delta": round(viewer.delta, 3) or "",
+                "example": viewer.example,
+            }
+            return state_link_html(link_query(state))
+
     def thumbnails(self, page: Any = 1) -> list[tuple[str, str]]:
         """Return one page of the gallery."""
         with show_errors():
@@ -192,32 +206,9 @@ class Page:
         return (int(slider_value(page, 1, len(self.gallery), 1)) - 1) * PAGE_SIZE
 
     def _thumbnail(self, index: int, caption: str = "") -> tuple[str, str]:
-        """Return the file of a small copy of an image, and its caption.
-
-        The file is written once and whole: gradio would write an image again for every visitor, while others
-        load it. The copy of a replaced image is another file.
-        """
-        sample = self.gallery.sample(index)
-        stamp = sample.path and file_stamp(sample.path)
-        file = self.uploads / "thumbnails" / f"{hash_of([index, stamp])}.webp"
-        try:
-            os.utime(file)  # gradio removes old files
-        except FileNotFoundError:
-            data = io.BytesIO()
-            self._small_image(index).save(data, "WEBP")
-            with self._thumbnail_lock:
-                file.parent.mkdir(exist_ok=True)
-                write_atomic(file, data.getvalue())
-        return str(file), caption or sample.id
-
-    def _small_image(self, index: int) -> Image.Image:
-        """Return a small copy of an image; grey if it cannot be read."""
-        try:
-            image = self.gallery.open(index)[1]
-            image.thumbnail((128, 128))
-        except (SigcamError, OSError):
-            return Image.new("RGB", (128, 128), "#888888")
-        return image
+        """Return the file of a small copy of an image, and its caption."""
+        file = self.gallery.thumbnail(index, self.uploads / "thumbnails")
+        return str(file), caption or self.gallery.sample(index).id
 
     def _clicked(self, event: gr.SelectData, count: int) -> int:
         index = event.index
@@ -225,16 +216,30 @@ class Page:
             raise DataError("no such image: choose one of those shown.")
         return index
 
-    def _view(self, request: gr.Request, name: str, image: Image.Image, *controls: Any) -> list[Any]:
-        """Start to view an image; return the outputs and the selected class."""
+    def _example(self, request: gr.Request, index: int, *controls: Any, classes: Any = ()) -> list[Any]:
+        """Start to view an image of the gallery."""
+        name, image = self.gallery.open(index)
+        about = {"example": self.gallery.example(index), "credit": self.gallery.credits.get(name, "")}
+        return self._view(request, name, image, *controls, classes=classes, **about)
+
+    def _view(
+        self,
+        request: gr.Request,
+        name: str,
+        image: Image.Image,
+        *controls: Any,
+        classes: Any = (),
+        **about: str,
+    ) -> list[Any]:
+        """Start to view an image; return the outputs and the classes, by default the predicted one."""
         *choices, threshold, delta = controls
-        viewer = Viewer(name, image, list(dict.fromkeys(s.net for s in self.sources.values())))
-        predicted = viewer.predicted_class(self.net)
-        map_request = self._map_request([predicted], *choices)
-        viewer.threshold = slider_value(threshold, 0, 1, default_threshold(map_request.scale))
+        viewer = Viewer(name, image, list(dict.fromkeys(s.net for s in self.sources.values())), **about)
+        classes = list(classes) or [viewer.predicted_class(self.net)]
         viewer.delta = slider_value(delta, -MAX_DELTA, MAX_DELTA, 0.0)
-        viewer.update(map_request)
-        outputs = [*self._outputs(viewer), [predicted]]
+        slider_value(threshold, 0, 1, 0)
+        viewer.update(self._map_request(classes, *choices))
+        viewer.threshold = slider_value(threshold, 0, 1, viewer.default_threshold)
+        outputs = [*self._outputs(viewer), classes]
         self.viewers.put(_session_id(request), viewer)
         return outputs
 
@@ -245,13 +250,12 @@ class Page:
         with viewer.lock:
             yield viewer
 
-    def _map_request(self, classes: Any, sources: Any, methods: Any, colours: Any, scale: Any) -> Request:
+    def _map_request(self, classes: Any, sources: Any, methods: Any, scale: Any) -> Request:
         return Request(
             tuple(int(k) for k in classes or ()),
             tuple(self.sources[name] for name in sources or () if name in self.sources),
             tuple(methods or ()),
-            "signed" if colours == "signed" else "evidence",
-            scale if scale in get_args(PanelScale) else "shared",
+            scale if scale in get_args(PanelScale) else "unit",
         )
 
     def _outputs(self, viewer: Viewer) -> list[Any]:
@@ -306,7 +310,7 @@ class Page:
         with show_errors():
             ranking = self.rankings.get(_session_id(request))
             index = ranking[self._clicked(event, len(ranking))]
-            return [*self._view(request, *self.gallery.open(index), *controls), gr.Tabs(selected="view")]
+            return [*self._example(request, index, *controls), gr.Tabs(selected="view")]
 
     def fit(self) -> str:
         """Start to fit a new branch on the folder; it goes on if the visitor leaves."""

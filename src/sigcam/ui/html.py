@@ -6,27 +6,46 @@ from collections.abc import Sequence
 from html import escape
 
 from sigcam.drawing.overlay import gradient
-from sigcam.methods.explanation import presence_words
 from sigcam.ui.viewer import ClassTable, Panel, RelativeBox, Viewer
+
+SWIPE = "document.documentElement.style.setProperty('--sc-cut', this.value + '%')"  # outlives a new picture
 
 
 def panels_html(viewer: Viewer) -> str:
     """Render the image and its maps side by side, with a legend if they share a scale."""
     width, height = viewer.image_size
     caption = f"<b>{escape(viewer.name)}</b><br>{width} x {height} pixels"
+    caption += f"<br><small>{escape(viewer.credit)}</small>" if viewer.credit else ""
     figures = [_figure_html(viewer, "", viewer.display_uri, "the image", caption)]
     absolute = any(panel.absolute for panel in viewer.panels)
-    relative = [panel for panel in viewer.panels if not panel.absolute]
-    scales = {panel.scale_max for panel in relative if panel.in_logits}
-    one_scale = len(scales) == 1 and viewer.request.scale != "probability"
+    scales = {panel.scale_max for panel in viewer.panels if panel.in_logits}
+    one_scale = len(scales) == 1 and viewer.request.scale == "signed"
     for number, panel in enumerate(viewer.panels):
         alt = f"map of {panel.class_name}: {panel.source.name}, {panel.method}"
         own_scale = not panel.absolute and not (one_scale and panel.in_logits)
         caption = _caption_html(panel, own_scale)
         figures.append(_figure_html(viewer, f"sc-p{number}", panel.image_uri, alt, caption))
-    legend = panel_legend_html(viewer.colours, scales.pop()) if one_scale else ""
-    legend = probability_legend_html(viewer.colours) if absolute else legend
-    return f'<div class="sc-grid">{"".join(figures)}</div>{legend}'
+    legend = _logit_legend_html(scales.pop()) if one_scale else ""
+    legend = _probability_legend_html() if absolute else legend
+    return f'<div class="sc-grid">{"".join(figures)}{_swipe_html(viewer)}</div>{legend}'
+
+
+def _swipe_html(viewer: Viewer) -> str:
+    """Render the maps of the first class by the first two heads as one picture with a movable divider."""
+    left, *others = viewer.panels
+    same = (p for p in others if (p.method, p.class_name) == (left.method, left.class_name))
+    right = next((p for p in same if p.source != left.source), None)
+    if right is None:
+        return ""
+    label = f"{left.source.name} to the left of the line, {right.source.name} to the right"
+    ratio = f"{viewer.display.width} / {viewer.display.height}"
+    return (
+        f'<figure class="sc-swipe"><div class="sc-frame" style="aspect-ratio:{ratio}">'
+        f'<img src="{right.image_uri}" alt=""><img class="sc-over" src="{left.image_uri}" alt="">'
+        f'<input type="range" value="50" aria-label="Divider: {escape(label)}" oninput="{SWIPE}"></div>'
+        f"<figcaption><b>{escape(left.class_name)}</b><br>{escape(label)}<br>drag the line, or use the arrow "
+        "keys</figcaption></figure>"
+    )
 
 
 def _figure_html(viewer: Viewer, panel_class: str, uri: str, alt: str, caption: str) -> str:
@@ -44,33 +63,31 @@ def _caption_html(panel: Panel, own_scale: bool) -> str:
     lines = [
         f"<b>{escape(panel.class_name)}</b>",
         f"{escape(panel.source.name)}, {escape(panel.method)}",
-        f"logit {panel.logit:+.3f}; {panel.positive_share:.0%} of the evidence is positive",
+        f"logit {panel.logit:+.3f}; {panel.positive_share:.0%} of the map speaks for the class",
     ]
     if panel.evidence is not None:
-        lines.append(f"{presence_words(panel.evidence)}: evidence {panel.evidence:.3f}")
+        words = "here" if panel.evidence > 0.5 else "not here"
+        lines.insert(1, f'<b class="sc-{words.replace(" ", "-")}">{words}</b>, evidence {panel.evidence:.3f}')
     lines += [f"full colour: {panel.scale_max:.3g} {unit}"] if own_scale else []
     lines += [f"no absolute scale: {escape(panel.why_relative)}"] if panel.why_relative else []
     lines += [f'<span class="sc-blank">{escape(panel.note)}</span>'] if panel.note else []
     return "<br>".join(lines)
 
 
-def panel_legend_html(colours: str, scale_max: float) -> str:
-    """Render the colour bar of the scale that all maps in logits share."""
-    signed = colours == "signed"
-    ticks = (f"-{scale_max:.3g}", "0", f"+{scale_max:.3g}") if signed else ("0", f"{scale_max:.3g}")
-    meaning = "negative is against the class, positive for it" if signed else "evidence for the class"
-    return _legend_html(signed, ticks, f"logits per cell: {meaning}; one scale for all maps")
+def _logit_legend_html(scale_max: float) -> str:
+    """Render the colour bar of the signed scale that all maps in logits share."""
+    ticks = (f"-{scale_max:.3g}", "0", f"+{scale_max:.3g}")
+    text = "logits per cell: blue is against the class, red for it; one scale for all maps"
+    return _legend_html(ticks, text, signed=True)
 
 
-def probability_legend_html(colours: str) -> str:
+def _probability_legend_html() -> str:
     """Render the colour bar of the maps in probabilities."""
-    signed = colours == "signed"
-    meaning = "below 0.5 is against the class, above for it" if signed else "whether it shows the class"
-    text = f"probability per cell: {meaning}; the same scale for every image"
-    return _legend_html(signed, ("0", "0.5", "1"), text)
+    text = "probability that a place shows the class; the same scale for every image"
+    return _legend_html(("0", "0.5", "1"), text, signed=False)
 
 
-def _legend_html(signed: bool, ticks: Sequence[str], text: str) -> str:
+def _legend_html(ticks: Sequence[str], text: str, *, signed: bool) -> str:
     return (
         '<div class="sc-legend">'
         f'<div class="sc-bar" style="background:{gradient(signed=signed)}"></div>'
@@ -118,6 +135,14 @@ def progress_html(message: str, done: int = 0, total: int = 0) -> str:
     """Render a message, with a progress bar if `total` is known; screen readers announce changes."""
     bar = f'<progress value="{done}" max="{total}"></progress>' if total else ""
     return f'<div class="sc-progress" role="status">{bar}<span>{escape(message)}</span></div>'
+
+
+def state_link_html(query: str) -> str:
+    """Render a link to the page's state."""
+    return (
+        '<div class="sc-links" role="status">Copied, if your browser allows it: '
+        f'<a class="sc-link" href="{escape(query)}">link to the page as it is now</a></div>'
+    )
 
 
 def links_html(files: dict[str, bytes]) -> str:

@@ -1,15 +1,20 @@
 """Images that visitors can open: uploads and a gallery, checked before they are decoded."""
 
+import io
+import os
+import threading
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from PIL import Image
 
-from sigcam.core.errors import DataError
+from sigcam.core.errors import DataError, MissingExtra, SigcamError
+from sigcam.core.files import file_stamp, hash_of, write_atomic
 from sigcam.data.images import images_from_paths, open_image
+from sigcam.data.photographs import example_photographs
 from sigcam.data.readers.shapes import scenes, shapes
 from sigcam.data.registry import open_dataset
 from sigcam.data.sample import Sample, Samples
@@ -17,7 +22,8 @@ from sigcam.ui.security import MAX_UPLOAD_BYTES
 
 MAX_PIXELS = 50_000_000
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow starts programs for some others
-EXAMPLES = (42, 86, 58, 64, 73, 90)  # birds of the test split that the embedded classifier localizes
+PHOTOGRAPHS_SHOWN = ("chelsea", "coffee", "motorcycle")  # the embedded classifier has classes for these
+SHAPES_SHOWN = (42, 86, 58, 64, 73, 90)  # birds of the test split that the embedded classifier localizes
 
 
 def open_upload(path: Path, uploads: Path) -> Image.Image:
@@ -62,6 +68,8 @@ class ImageGallery:
 
     samples: Samples
     root: Path | None = None
+    credits: Mapping[str, str] = field(default_factory=dict)  # of examples, by name
+    _thumbnail_lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -71,6 +79,36 @@ class ImageGallery:
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(self.samples):
             raise DataError(f"no such image: choose one of the {len(self.samples)} shown.")
         return self.samples[index]
+
+    def example(self, index: object) -> str:
+        """Return the name of an example, which links may hold; "" for a file of the folder."""
+        return "" if self.root else self.sample(index).id
+
+    def thumbnail(self, index: object, folder: Path) -> Path:
+        """Return the file of a small copy of an image, grey if the image cannot be read.
+
+        The file is written once and whole: gradio would write an image again for every visitor, while others
+        load it. The copy of a replaced image is another file.
+        """
+        path = self.sample(index).path
+        file = folder / f"{hash_of([index, path and file_stamp(path)])}.webp"
+        try:
+            os.utime(file)  # gradio removes old files
+        except FileNotFoundError:
+            data = io.BytesIO()
+            self._small(index).save(data, "WEBP")
+            with self._thumbnail_lock:
+                folder.mkdir(exist_ok=True)
+                write_atomic(file, data.getvalue())
+        return file
+
+    def _small(self, index: object) -> Image.Image:
+        try:
+            image = self.open(index)[1]
+            image.thumbnail((128, 128))
+        except (SigcamError, OSError):
+            return Image.new("RGB", (128, 128), "#888888")
+        return image
 
     def open(self, index: object) -> tuple[str, Image.Image]:
         """Return the name of the image at `index`, and the image."""
@@ -84,12 +122,22 @@ class ImageGallery:
         return sample.id, _open_checked(sample.path, sample.id, sample.open)
 
 
+def _examples() -> ImageGallery:
+    """Return photographs, or synthetic birds if there are none."""
+    try:
+        photographs = example_photographs(PHOTOGRAPHS_SHOWN)
+    except MissingExtra:
+        birds = shapes(max(SHAPES_SHOWN) + 1, split="test", size=320)
+        empty_scene = scenes(SHAPES_SHOWN[0] + 1, size=320)[-1]  # the first example without its bird
+        return ImageGallery(Samples((*(birds[i] for i in SHAPES_SHOWN), empty_scene), birds.classes))
+    samples = (Sample(p.name, partial(open_image, p.path), path=p.path) for p in photographs)
+    return ImageGallery(Samples(tuple(samples), ()), credits={p.name: p.credit for p in photographs})
+
+
 def open_gallery(data: str, format: str | None) -> tuple[ImageGallery, bool]:
     """Return the images to choose from, and whether they have labels to fit a branch on."""
     if not data:
-        birds = shapes(max(EXAMPLES) + 1, split="test", size=320)
-        empty_scene = scenes(EXAMPLES[0] + 1, size=320)[-1]  # the first example without its bird
-        return ImageGallery(Samples((*(birds[i] for i in EXAMPLES), empty_scene), birds.classes)), False
+        return _examples(), False
     if data.partition(":")[0] == "shapes" and format in (None, "shapes"):
         return ImageGallery(open_dataset(data, format=format, split="test")), True
     labelled = True

@@ -9,20 +9,26 @@ import gradio as gr
 from starlette.middleware import Middleware
 
 from sigcam.core.errors import ConfigError
-from sigcam.ui.handlers import MAX_DELTA, MAX_SORTED, PAGE_SIZE, SORTED, THRESHOLD, THRESHOLD_INFO, Page
+from sigcam.ui.handlers import MAX_DELTA, MAX_SORTED, METHOD, PAGE_SIZE, SORTED, THRESHOLD_INFO, Page
 from sigcam.ui.security import MAX_UPLOAD_BYTES, Guard
 from sigcam.ui.serve import UiOptions
 from sigcam.ui.sessions import IDLE_SECONDS
-from sigcam.ui.sources import available_methods, class_choices
+from sigcam.ui.sources import class_choices
 from sigcam.ui.viewer import weight_std
 
 EXTENSIONS = [".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"]
-COLOURS = [("evidence for the class", "evidence"), ("signed: for and against, in logits", "signed")]
 SCALES = [
-    ("one for all maps", "shared"),
-    ("one for each map", "own"),
-    ("probability (absolute)", "probability"),
+    ("unit: each map goes from 0 to its own maximum, so it shows where, not how much.", "unit"),
+    (
+        "signed: logits for (red) and against (blue) the class, on one scale for maps of the same unit.",
+        "signed",
+    ),
+    ("absolute: the probability that a place shows the class, on the same scale in every image.", "absolute"),
 ]
+COPY = """(html) => {
+    const link = new DOMParser().parseFromString(html, "text/html").querySelector("a");
+    navigator.clipboard?.writeText(new URL(link.getAttribute("href"), location.href).href).catch(() => {});
+}"""
 GALLERY: Any = {"allow_preview": False, "interactive": False, "object_fit": "cover", "buttons": []}
 SLIDER_EVENT: Any = {"queue": False, "trigger_mode": "always_last", "show_progress": "hidden"}
 SHIFT = (
@@ -65,6 +71,14 @@ def launch(
     except OSError as error:
         address = f"{options.host}:{options.port} ({error})"
         raise ConfigError(f"cannot serve on {address}: choose another --port, or free this one.") from error
+    except ValueError as error:  # gradio asks its own server for the page, and waits three seconds
+        blocks.close(verbose=False)
+        if "localhost" not in str(error):
+            raise
+        raise ConfigError(
+            f"the page on {options.host}:{options.port} did not answer in time: try again when the machine "
+            "is less busy, and let proxy settings pass localhost."
+        ) from error
     announce(f"the page is at {shared_url or url} (press Ctrl-C to stop)")
     try:
         blocks.block_thread()
@@ -78,6 +92,7 @@ def build_page(page: Page) -> gr.Blocks:
         notice = f"<p class='sc-notice'>{escape(page.notice)}</p>" if page.notice else ""
         models = f"{'Models' if len(page.nets) > 1 else 'Model'}: {' and '.join(page.nets)}"
         gr.HTML(f"<h1>sigcam</h1><p>Class activation maps. {escape(models)}</p>{notice}")
+        query = gr.Textbox(visible=False)  # of the address
         with gr.Tabs(selected="view") as tabs:
             with gr.Tab("View an image", id="view"):
                 view = _view_tab(page)
@@ -85,8 +100,8 @@ def build_page(page: Page) -> gr.Blocks:
             if page.can_sort:
                 with gr.Tab("Sort the folder", id="sort"):
                     heads += _sort_tab(page, view, tabs)
-            outputs = [*view["outputs"], view["classes"], *heads]
-            load = blocks.load(page.load, None, outputs, show_progress="hidden")
+            outputs = [*view["outputs"], view["classes"], *view["controls"], *heads[1:]]
+            load = blocks.load(page.load, query, outputs, js="() => location.search", show_progress="hidden")
             if page.training is not None:
                 with gr.Tab("Fit a branch", id="fit"):
                     _fit_tab(page, load, heads)
@@ -115,27 +130,26 @@ def _view_tab(page: Page) -> dict[str, Any]:
                 list(page.sources), value=page.default_sources, label="Maps from", elem_id="sources"
             )
             methods = gr.Dropdown(
-                available_methods(list(page.nets.values())), value=["grad-cam"], multiselect=True,
-                label="Methods", elem_id="methods",
-            )  # fmt: skip
-            colours = gr.Radio(COLOURS, value="evidence", label="Colours", elem_id="colours")
-            scale = gr.Radio(SCALES, value="shared", label="Scale", elem_id="scale")
+                page.methods, value=[METHOD], multiselect=True, label="Methods", elem_id="methods"
+            )
+            scale = gr.Radio(SCALES, value=page.default_scale, label="Scale", elem_id="scale")
         with gr.Column(scale=3, min_width=300, elem_classes="sc-right"):
             panels = gr.HTML(elem_id="panels", label="Maps")
             boxes = gr.HTML(elem_id="boxes", label="Boxes", padding=False)
             threshold = _slider(
-                0, 1, THRESHOLD, step=0.01, label="Box threshold", elem_id="threshold",
-                info=THRESHOLD_INFO[False],
-            )  # fmt: skip
+                0, 1, 0, step=0.01, label="Box threshold", elem_id="threshold", info=THRESHOLD_INFO[False]
+            )
             delta = _slider(
                 -MAX_DELTA, MAX_DELTA, 0, step=0.1, label="Delta: shift of the softmax head", elem_id="delta",
                 info=SHIFT if can_shift else NO_SHIFT, interactive=can_shift,
             )  # fmt: skip
             top_classes = gr.HTML(elem_id="top-classes", label="Likely classes")
-            download = gr.Button("Prepare downloads", elem_id="download", size="sm")
+            with gr.Row(elem_id="take-away"):
+                download = gr.Button("Prepare downloads", elem_id="download", size="sm")
+                link = gr.Button("Copy link", elem_id="link", size="sm")
             links = gr.HTML(elem_id="links", label="Files")
     outputs = [panels, boxes, top_classes, links]
-    choices = [sources, methods, colours, scale]
+    choices = [sources, methods, scale]
     controls = [*choices, threshold, delta]
     draw: Any = {"show_progress": "minimal", "show_progress_on": panels, "concurrency_id": "draw"}
     file.upload(page.upload, [file, *controls], [*outputs, classes, file], **draw)
@@ -144,11 +158,14 @@ def _view_tab(page: Page) -> dict[str, Any]:
         page.thumbnails, page_number, thumbnails, trigger_mode="always_last", show_progress="hidden"
     )
     redrawn = [*outputs, threshold]
-    for control in (classes, *choices):
-        control.input(page.redraw, [classes, *choices], redrawn, trigger_mode="always_last", **draw)
+    gr.on(  # one event of all controls: of several changes during a drawing, one waits
+        [control.input for control in (classes, *choices)],
+        page.redraw, [classes, *choices], redrawn, trigger_mode="always_last", **draw,
+    )  # fmt: skip
     threshold.input(page.set_threshold, threshold, boxes, **SLIDER_EVENT)
     delta.input(page.set_delta, delta, [panels, boxes, top_classes], **SLIDER_EVENT)
     download.click(page.download, None, links, show_progress="minimal")
+    link.click(page.link, None, links, show_progress="hidden").success(None, links, None, js=COPY)
     return {"outputs": outputs, "classes": classes, "sources": sources, "controls": controls}
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from sigcam.core.errors import ConfigError
@@ -14,8 +15,8 @@ from sigcam.ui.serve import UiOptions
 
 ZOOM = 1.0  # the page does not enlarge images
 SYNTHETIC_NOTICE = (
-    "The examples are synthetic birds, unlike anything an ImageNet classifier has seen: it calls them "
-    "pinwheels and envelopes, but it finds them. Drop a photograph to see real predictions."
+    "The examples are synthetic birds, which an ImageNet classifier does not know. Drop a photograph, or "
+    "install the example photographs: pip install 'sigcam[examples]'."
 )
 
 
@@ -92,7 +93,7 @@ def open_networks(options: UiOptions) -> tuple[dict[str, DualBranch], str]:
     if len(set(names)) < len(names):
         names = [f"{names[0]} A", f"{names[1]} B"]
     nets, notices = zip(*(_open(*spec, o.device) for spec in specs), strict=True)
-    if not o.data and "embedded" in names and o.weights is None:
+    if not o.data and "embedded" in names and o.weights is None and find_spec("skimage") is None:
         notices += (SYNTHETIC_NOTICE,)
     return dict(zip(names, nets, strict=True)), " ".join(dict.fromkeys(filter(None, notices)))
 

@@ -17,7 +17,7 @@ from sigcam.core.errors import ConfigError, DataError
 from sigcam.core.types import GridSize
 from sigcam.drawing.overlay import overlay, with_boxes
 from sigcam.methods.explainer import cell_probabilities, explain_pass
-from sigcam.methods.explanation import data_uri, is_calibrated
+from sigcam.methods.explanation import box_threshold, data_uri, is_calibrated
 from sigcam.methods.inputs import as_batch
 from sigcam.methods.postprocess import disagreement, finish_maps
 from sigcam.methods.registry import METHODS, MapConfig, Scale
@@ -32,9 +32,7 @@ DISPLAY_SIDE = 288  # pixels of the longer side
 MAX_PANELS = 12
 SCORE_CAM_CHANNELS = 64
 TOP_CLASSES = 5
-Colours = Literal["evidence", "signed"]
-PanelScale = Literal["shared", "own", "probability"]
-ABSOLUTE_THRESHOLD = 0.5  # of boxes, with the scale "probability"
+PanelScale = Literal["unit", "signed", "absolute"]
 RelativeBox = tuple[float, float, float, float]  # xyxy, as fractions of width and height
 ClassTable = tuple[str, list[tuple[str, float, float | None]]]  # title; rows of name, probability, evidence
 
@@ -46,8 +44,7 @@ class Request:
     classes: tuple[int, ...]  # of the first network
     sources: tuple[Source, ...]
     methods: tuple[str, ...]
-    colours: Colours = "evidence"
-    scale: PanelScale = "shared"
+    scale: PanelScale = "unit"
 
 
 @dataclass
@@ -100,10 +97,24 @@ class Panel:
 
 
 class Viewer:
-    """One image in one visitor's browser: passed once through each network, then drawn on request."""
+    """One image in one visitor's browser: passed once through each network, then drawn on request.
 
-    def __init__(self, name: str, image: Image.Image, nets: Sequence[DualBranch]) -> None:
+    Args:
+        example: name of the example that it is, for links; "" for a visitor's own image.
+        credit: whom the image is from.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        image: Image.Image,
+        nets: Sequence[DualBranch],
+        *,
+        example: str = "",
+        credit: str = "",
+    ) -> None:
         self.name, self.image_size, self.main_net = name, image.size, nets[0]
+        self.example, self.credit = example, credit
         self._inputs: dict[Any, Tensor] = {}  # by transform
         for net in nets:
             if net.transform not in self._inputs:
@@ -118,9 +129,13 @@ class Viewer:
         self.display_uri = data_uri(self.display)
         self._passes: dict[DualBranch, ForwardPass] = {}
         self.panels: list[Panel] = []
-        self.colours: Colours = "evidence"
-        self.threshold, self.delta = 0.2, 0.0
+        self.threshold, self.delta = self.default_threshold, 0.0
         self.lock = threading.Lock()  # for callers: a tab may send several requests at once
+
+    @property
+    def default_threshold(self) -> float:
+        """The threshold of boxes that the maps start with."""
+        return box_threshold(absolute=any(panel.absolute for panel in self.panels))
 
     def forward_pass(self, net: DualBranch) -> ForwardPass:
         """Return the network's forward pass over the image, run on first use."""
@@ -149,14 +164,13 @@ class Viewer:
             raise ConfigError(f"{count} maps: choose fewer heads, methods or classes ({MAX_PANELS} at most).")
         pairs = [(source, method) for source in request.sources for method in request.methods]
         panels = [panel for pair in pairs for panel in self._panels(*pair, request, 0.0)]
-        signed = request.colours == "signed"
+        signed = request.scale == "signed"
         for panel in panels:
-            shared = request.scale == "shared"
-            same_scale = [p for p in panels if p.unit == panel.unit] if shared else [panel]
+            same_scale = [p for p in panels if p.unit == panel.unit] if signed else [panel]
             peak = max(float((p.raw_map.abs() if signed else p.raw_map).max()) for p in same_scale)
             stretched = 0 < peak < math.inf and not panel.absolute  # not if nothing is positive: all blank
             panel.scale_max = peak if stretched else 1.0
-        self.request, self.panels, self.colours = request, panels, request.colours
+        self.request, self.panels = request, panels
         if self.delta:
             self.shift(self.delta)
         else:
@@ -205,7 +219,6 @@ class Viewer:
         numbers = {
             "picture": self.name,
             "size": list(self.image_size),
-            "view": self.colours,
             "scale": self.request.scale,
             "threshold": self.threshold,
             "delta": self.delta,
@@ -256,11 +269,12 @@ class Viewer:
         indices = list(dict.fromkeys(k for k in known if k is not None)) or [self.predicted_class(net)]
         if weight_shift:
             net, forward_pass = shift_head(net, forward_pass, weight_shift)
-        why = why_relative(source, method) if request.scale == "probability" else ""
-        absolute = request.scale == "probability" and not why
-        clamp = source.branch == "sigmoid" and request.colours == "evidence" and not absolute
+        why = why_relative(source, method) if request.scale == "absolute" else ""
+        absolute = request.scale == "absolute" and not why
+        clamp = source.branch == "sigmoid" and request.scale != "signed" and not absolute
         scale: Scale = "logit" if absolute else "raw"
-        config = MapConfig(method, source.branch, clamp, scale=scale, top_n=SCORE_CAM_CHANNELS)
+        top_n = SCORE_CAM_CHANNELS if METHODS[method].perturbs == "images" else None
+        config = MapConfig(method, source.branch, clamp, scale=scale, top_n=top_n)
         classes = torch.tensor([indices], device=source.net.device)
         ex = explain_pass(net, forward_pass, config, classes=classes, size="features")
         panels = []
@@ -268,7 +282,7 @@ class Viewer:
             raw_map = ex.maps[:, i : i + 1].detach().cpu()
             logit, share = float(ex.logits[0, i]), float(ex.positive_share[0, i])
             panel = Panel(source, method, k, class_label(source.net, k), raw_map, logit, share, "")
-            panel.note = _blank_note(raw_map, "signed" if absolute else request.colours, clamp)
+            panel.note = _blank_note(raw_map, clamp, signed=absolute or request.scale == "signed")
             panel.calibration = source.net.calibration.map_scale(ZOOM) if absolute else None
             panel.why_relative = why
             if source.branch == "sigmoid" and is_calibrated(source.net):
@@ -285,27 +299,23 @@ class Viewer:
 
     def _overlay(self, panel: Panel) -> Image.Image:
         size = GridSize(self.display.height, self.display.width)
-        values, signed = panel.values(size), self.colours == "signed"
-        if panel.absolute and signed:
-            values = 2 * values - 1  # one half is neutral
-        values = (values / panel.scale_max).nan_to_num(0.0)
-        if signed:
-            return overlay(self.display, values.clamp(-1, 1), signed=True, peak=1.0)
-        return overlay(self.display, values.clamp(0, 1))
+        signed = self.request.scale == "signed"
+        values = (panel.values(size) / panel.scale_max).nan_to_num(0.0)
+        return overlay(self.display, values.clamp(-1 if signed else 0, 1), signed=signed, peak=1.0)
 
 
 def _scaled(box: RelativeBox, width: int, height: int) -> list[float]:
     return [box[0] * width, box[1] * height, box[2] * width, box[3] * height]
 
 
-def _blank_note(raw_map: Tensor, colours: Colours, clamp: bool) -> str:
+def _blank_note(raw_map: Tensor, clamp: bool, *, signed: bool) -> str:
     """Return why a map shows nothing, or "" if it shows something."""
     if not bool(torch.isfinite(raw_map).all()):
         return "not finite"
     if not bool(raw_map.any()):
         return "blank: no channel has a positive weight" if clamp else "blank: all zero"
-    if colours == "evidence" and bool((raw_map <= 0).all()):
-        return "blank: all evidence is negative (see the signed view)"
+    if not signed and bool((raw_map <= 0).all()):
+        return "blank: all evidence is negative (see the signed scale)"
     return ""
 
 
