@@ -1,5 +1,6 @@
 """Run the command line: every failure is one line on stderr; exit code 2 for bad input, 1 for a bug."""
 
+import atexit
 import gc
 import os
 import signal
@@ -25,7 +26,31 @@ CODE_FOLDER = Path(__file__).parents[1]
 
 def main() -> None:
     """Run the command that was typed; exit with 0, 2 (bad input), 1 (bug), 130 (Ctrl-C) or 143 (SIGTERM)."""
-    gc.set_threshold(20_000)  # imports make millions of objects that stay: scanning takes a second
+    if "LOCAL_RANK" in os.environ:  # set by torchrun
+        _run_as_rank()
+    else:
+        gc.set_threshold(20_000)  # imports make millions of objects that stay: scanning takes a second
+        _run()
+
+
+def _run_as_rank() -> NoReturn:
+    """Run the command and end the process without Python's finalization, during which a thread of gloo that
+    frees a tensor aborts the process (the reason is discussed in pytorch/pytorch#179291)."""
+    code: Any = 1
+    try:
+        _run()
+    except SystemExit as exiting:
+        code = exiting.code
+    finally:
+        atexit._run_exitfuncs()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+def _run() -> None:
+    """Run the command; raise SystemExit."""
     words, show = _without_traceback(sys.argv[1:])
     _escape_unprintable()
     try:
