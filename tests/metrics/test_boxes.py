@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sigcam.core.errors import DataError
-from sigcam.metrics.boxes import THRESHOLDS, Mode, best_ious, boxes_at, contours, foreground, scaled_boxes
+from sigcam.metrics.boxes import THRESHOLDS, Mode, best_ious, boxes_at, foreground, scaled_boxes
+from sigcam.metrics.contours import contours
 from support.oracles import contour_boxes, iou_matrix, largest_box
 
 Array = NDArray[Any]

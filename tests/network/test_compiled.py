@@ -109,6 +109,7 @@ def test_a_fit_and_an_evaluation_of_many_images_are_compiled_and_of_few_not(
         return compiled(*args)
 
     monkeypatch.setattr("sigcam.network.dual.compiled", noted)
+    monkeypatch.setattr("sigcam.network.dual.is_faster", lambda one, other: one() and other() and True)
     config = FitConfig(l2=0.1, background=0.0)
     few = fit(net, samples, config)
     assert not made
@@ -125,3 +126,14 @@ def test_a_fit_and_an_evaluation_of_many_images_are_compiled_and_of_few_not(
         [row["value"] for row in plain.rows], abs=0.1
     )
     assert fast.compiled is None  # the caller's network stays as it was
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_compiled_pass_that_is_slower_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = attach(Gap().eval(), example=images(1), optimize=True)
+    monkeypatch.setattr("sigcam.network.dual.is_faster", lambda one, other: False)
+    assert net.for_many(20_000).compiled is None
+    monkeypatch.setattr("sigcam.network.dual.is_faster", lambda one, other: True)
+    assert net.for_many(20_000).compiled is not None
+    assert net.for_many(19_999) is net

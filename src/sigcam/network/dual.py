@@ -17,7 +17,14 @@ from sigcam.core.errors import AttachError
 from sigcam.core.memory import is_out_of_memory
 from sigcam.core.types import GridSize
 from sigcam.network.calibration import BranchCalibration
-from sigcam.network.compiled import MANY_IMAGES, CompiledOutputs, CompiledPass, compiled
+from sigcam.network.compiled import (
+    COMPILED_BATCH,
+    MANY_IMAGES,
+    CompiledOutputs,
+    CompiledPass,
+    compiled,
+    is_faster,
+)
 from sigcam.network.feature_layer import FeaturePoint
 from sigcam.network.hooks import GradMode, HookedPass, choose_grad_mode, fresh_autocast_cache
 from sigcam.network.image_errors import blame_images
@@ -316,11 +323,18 @@ class DualBranch(nn.Module):
         return other
 
     def for_many(self, images: int) -> DualBranch:
-        """Return the network for a job of so many images: an optimised copy is compiled if it pays."""
+        """Return the network for a job of so many images: an optimised copy is compiled if that is faster."""
         if images < MANY_IMAGES or self.model is self.original or self.compiled is not None:
             return self
-        other = copy.copy(self)
-        other.compiled = compiled(self.original, self.split, self.example)
+        other, made = copy.copy(self), compiled(self.original, self.split, self.example)
+        if made is None:
+            return self
+        point, batch = (self.split.point,), self.example.repeat(COMPILED_BATCH, 1, 1, 1)
+        with torch.no_grad():
+            pays = is_faster(
+                lambda: made(batch), lambda: self._hooked(point, batch, grad=False, forced=False, swap=None)
+            )
+        other.compiled = made if pays else None
         return other
 
     def save(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
