@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 SIZE = 224
 REAL, BATCH, REPEATS = 80, 16, 5
-BUDGET = 0.08
+BUDGET = 0.02
 MODES: tuple[Mode, ...] = ("all", "largest")
 
 

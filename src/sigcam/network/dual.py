@@ -28,6 +28,7 @@ from sigcam.network.compiled import (
 from sigcam.network.feature_layer import FeaturePoint
 from sigcam.network.hooks import GradMode, HookedPass, choose_grad_mode, fresh_autocast_cache
 from sigcam.network.image_errors import blame_images
+from sigcam.network.linear import constant_weights
 from sigcam.network.output_tail import Tail
 from sigcam.network.sigmoid_head import SigmoidHead
 from sigcam.network.split import Split, find_split
@@ -184,7 +185,7 @@ class DualBranch(nn.Module):
             softmax = hooked.logits
             if grad and not mode.inline:
                 hooked = self._hooked(points, images, grad=True, forced=mode.forced)
-            with torch.set_grad_enabled(grad or recording):
+            with torch.set_grad_enabled(grad or recording), constant_weights() if grad else nullcontext():
                 return self._read(hooked, softmax, images)
 
     def _read(
@@ -312,7 +313,7 @@ class DualBranch(nn.Module):
 
     def reread(self, forward_pass: ForwardPass) -> ForwardPass:
         """Return a pass of another branch beside the same model with the logits of this branch instead."""
-        with torch.set_grad_enabled(forward_pass.pooled.requires_grad):
+        with torch.set_grad_enabled(forward_pass.pooled.requires_grad), constant_weights():
             return replace(forward_pass, sigmoid=self.sigmoid.from_pooled(forward_pass.pooled))
 
     def with_model(self, model: nn.Module) -> DualBranch:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from sigcam.core.errors import AttachError
 from sigcam.core.memory import is_out_of_memory
+from sigcam.network.linear import use_onednn
 from sigcam.network.modules import is_activation, is_norm, replace_module
 from sigcam.network.output_tail import Tail
 from sigcam.network.trace import in_this_thread
@@ -29,6 +30,7 @@ class SigmoidHead(nn.Module):
     def __init__(self, heads: Sequence[nn.Module], *, classes: int, init: Init, seed: int) -> None:
         super().__init__()
         self.copies = nn.ModuleList(_copy(head) for head in heads)
+        use_onednn(self.copies)
         self.classes = classes
         self.tail: Tail | None = None  # None: the one copy returns the logits up to a reshape
         self._entries: tuple[str, ...] = ("",) * len(heads)  # the layer of each copy that reads `pooled`
