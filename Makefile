@@ -27,6 +27,7 @@ bench: .venv/dev.done
 	@$(BIN)/python benchmarks/maps.py
 	@$(BIN)/python benchmarks/metrics.py
 	@$(BIN)/python benchmarks/fit.py
+	@$(BIN)/python benchmarks/evaluate.py
 
 .venv/demo.done: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv

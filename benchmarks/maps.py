@@ -221,7 +221,8 @@ def measure_perturbation(bench: Bench) -> list[Row]:
         rows.append(row | {"ms_per_image": 1000 * seconds, "ratio_to_forward": seconds / plain})
 
     for method in ("ablation-cam", "score-cam"):
-        peak = peak_of(lambda m=method: bench.ours(bench.net, image, m, top_n=SOME_CHANNELS))  # type: ignore[misc]
+        some = {"top_n": SOME_CHANNELS} if method == "score-cam" else {}
+        peak = peak_of(lambda m=method, s=some: bench.ours(bench.net, image, m, **s))  # type: ignore[misc]
         add(method, "sigcam", seconds_of(lambda m=method: bench.ours(bench.net, image, m)), peak)  # type: ignore[misc]
     factor = channels / SOME_CHANNELS
     note = f"{SOME_CHANNELS} of {channels} channels, multiplied"

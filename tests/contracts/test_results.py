@@ -13,10 +13,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RESULTS = {p.stem: json.loads(p.read_text()) for p in sorted((ROOT / "benchmarks/results").glob("*.json"))}
 TABLES = [name for name, held in RESULTS.items() if "table" in held and "rows" in held]
-SPEC = importlib.util.spec_from_file_location("write_results", ROOT / "scripts/write_results.py")
-assert SPEC and SPEC.loader
-WRITE: Any = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(WRITE)
+
+
+def script(name: str) -> Any:
+    """A module of scripts/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+WRITE, SPEED = script("write_results"), script("write_speed")
 
 
 def test_tables_of_the_pages_are_the_measured_ones() -> None:
@@ -26,6 +34,15 @@ def test_tables_of_the_pages_are_the_measured_ones() -> None:
         assert WRITE.filled(page) == page, f"run scripts/write_results.py: {path.name} is out of date"
         used += re.findall(r"<!-- table: (\S+) -->", page)
     assert set(used) == set(WRITE.TABLES)
+
+
+def test_the_tables_of_speed_are_the_measured_ones() -> None:
+    used = list[str]()
+    for path in SPEED.PAGES:
+        page = path.read_text()
+        assert SPEED.filled(page) == page, f"run scripts/write_speed.py: {path.name} is out of date"
+        used += re.findall(r"<!-- speed: (\S+) -->", page)
+    assert set(used) == set(SPEED.TABLES)
 
 
 def test_a_number_that_changed_is_written() -> None:
