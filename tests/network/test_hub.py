@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import sys
@@ -21,6 +22,7 @@ from support.hub import TOKEN, LocalHub
 from support.tiny import Gap, attached, easy_data, images
 
 
+@pytest.mark.slow
 def test_a_pushed_branch_loads_as_it_was(hub: LocalHub) -> None:
     model = Gap()
     net = attached(model, class_names=["a", "b", "c", "d"])
@@ -197,6 +199,7 @@ def front_matter(card: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_card_says_to_what_and_how_the_branch_was_fitted(hub: LocalHub) -> None:
     net = attached(Gap(), class_names=["jay", "a`b|c\nd", "wren", "kite"])
     result = sigcam.fit(net, easy_data(48), sigcam.FitConfig(l2=0.5, seed=3))
@@ -225,6 +228,17 @@ def test_the_card_names_the_base_model_that_the_hub_knows(hub: LocalHub) -> None
     for repo, base in (("me/a", "google/vit-base-patch16-224"), ("me/b", "timm/test_resnet.r160_in1k")):
         card = (hub.files(repo) or {})["README.md"].decode()
         assert front_matter(card)["base_model"] == base
+
+
+def test_the_code_of_the_page_about_the_hub_runs(hub: LocalHub) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hub.md").read_text()
+    model = Gap()
+    net = attached(model)
+    net.push_to_hub("user/birds")
+    names: dict[str, Any] = {"sigcam": sigcam, "model": model, "net": net}
+    for block in re.findall(r"```py\n(.*?)```", page, re.S):
+        exec(compile(block, "hub.md", "exec"), names)
+    assert torch.equal(names["again"](images()).sigmoid, net(images()).sigmoid)
 
 
 @pytest.mark.slow
