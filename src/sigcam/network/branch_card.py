@@ -13,8 +13,8 @@ from sigcam.network.calibration import BranchCalibration
 if TYPE_CHECKING:
     from sigcam.network.dual import DualBranch
 
-MAX_NAMES = 20  # class names in a card
-FITTED_BY = {  # rows of the card, by the recipe's keys
+NAMES_SHOWN = 20  # class names in a card
+FIT_ROWS = {  # rows of the card, by the recipe's keys
     "recipe": "recipe",
     "images": "training images",
     "loss": "loss",
@@ -26,7 +26,7 @@ FITTED_BY = {  # rows of the card, by the recipe's keys
     "seed": "random seed",
     "final_loss": "final loss",
 }
-HELD_OUT = {
+HELD_OUT_ROWS = {
     "images": "held-out images",
     "mean_average_precision": "mean average precision",
     "mean_auroc": "mean AUC",
@@ -61,11 +61,11 @@ def branch_card(net: DualBranch, repo: str, *, model: str | None = None, license
         _table(_classifier_rows(net, model)),
         _class_list(net),
         "## How it was fitted",
-        _table(_values(net.recipe, FITTED_BY)) if net.recipe else "This was not recorded.",
+        _table(_values(net.recipe, FIT_ROWS)) if net.recipe else "This was not recorded.",
         _calibration_line(net.calibration),
     ]
     held_out = net.recipe.get("held_out") or {}
-    if rows := _values(held_out, HELD_OUT):
+    if rows := _values(held_out, HELD_OUT_ROWS):
         parts += ["## Scores on held-out training images", _table(rows)]
     made = ", ".join(f"{name} {versions()[name]}" for name in ("sigcam", "torch") if name in versions())
     return "\n\n".join([*parts, f"Written with {made}."]) + "\n"
@@ -118,7 +118,7 @@ def _classifier_rows(net: DualBranch, model: str | None) -> list[tuple[str, str]
 def _class_list(net: DualBranch) -> str:
     if not net.class_names:
         return "Its classes have no names."
-    names = [f"`{' '.join(name.split()).replace('`', chr(39))}`" for name in net.class_names[:MAX_NAMES]]
+    names = [f"`{' '.join(name.split()).replace('`', chr(39))}`" for name in net.class_names[:NAMES_SHOWN]]
     more = len(net.class_names) - len(names)
     return f"Classes: {', '.join(names)}{f' and {more} more' if more > 0 else ''}."
 
