@@ -37,7 +37,7 @@ bench: .venv/dev.done
 
 .venv/dev.done: .venv/demo.done
 	@echo "installing what the tests need ..."
-	@$(PIP) install --quiet --constraint constraints.txt --editable '.[embedded,report,examples,ui,hf,lightning,docs,dev]' 2>.venv/install.log || (cat .venv/install.log; exit 1)
+	@$(PIP) install --quiet --constraint constraints.txt --editable '.[embedded,report,examples,ui,hf,hub,lightning,docs,dev]' 2>.venv/install.log || (cat .venv/install.log; exit 1)
 	@touch $@
 
 clean:

@@ -8,7 +8,12 @@ import pytest
 import torch
 from hypothesis import settings
 
-pytest_plugins = ["support.commands", "support.disks", "support.samples"]  # the fixtures in them
+pytest_plugins = [
+    "support.commands",
+    "support.disks",
+    "support.hub",
+    "support.samples",
+]  # the fixtures in them
 torch.set_num_threads(1)  # two processes on two cores
 settings.register_profile("sigcam", deadline=None, max_examples=15, derandomize=True)
 settings.load_profile("sigcam")

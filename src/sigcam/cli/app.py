@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sigcam import __version__
 from sigcam.cli.bench import bench_command
 from sigcam.cli.cache import clear_caches_command, list_caches_command
 from sigcam.cli.demo import demo_command
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Callable[[Any], None]] = {
     "cache list": list_caches_command,
     "cache clear": clear_caches_command,
 }
+VERSIONS_OF = ("python", "torch", "torchvision", "timm")  # printed beside our own
 GROUPS = {"cache": "List cached features, or remove them."}
 
 
@@ -38,7 +40,6 @@ def build_app() -> typer.Typer:
     app = typer.Typer(
         help="Evidence maps for any image classifier, from a sigmoid branch; predictions do not change.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
@@ -54,11 +55,13 @@ def build_app() -> typer.Typer:
 
 
 def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print versions.")] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
 ) -> None:
     if version:
-        from sigcam import __version__
+        from sigcam.core.manifest import versions
 
-        typer.echo(f"sigcam {__version__}")
+        installed = versions()
+        others = ", ".join(f"{name} {installed[name]}" for name in VERSIONS_OF if name in installed)
+        typer.echo(f"sigcam {__version__} ({others})")
         raise typer.Exit

@@ -38,7 +38,7 @@ class EvaluateOptions(
     data: str = option("Annotated images, in any layout that can be read, or `shapes`.")
     maps: Path | None = option("Score this folder of .npy or .png maps, named by image id.", None)
     split: str = option("Split of the data.", "test")
-    branch: str = option("File of a fitted branch.", "")
+    branch: str = option("File of a fitted branch, or hf://USER/REPO.", "")
     branches: str | None = option("Some of softmax,sigmoid,centred; default: two of them.", None)
     method: str = option("Methods, comma-separated: cam,grad-cam, ...", "grad-cam")
     scales: str = option(

@@ -31,7 +31,8 @@ class ExplainOptions(
         lambda: f"Example photograph: {', '.join(PHOTOGRAPHS)}; may be repeated.", None
     )
     branch: str = option(
-        "File of a fitted branch; or softmax or centred, which need none. The embedded model has a branch.",
+        "File of a fitted branch, or hf://USER/REPO; or softmax or centred, which need none. The embedded "
+        "model has a branch.",
         "sigmoid",
     )
     method: str = option("Method: cam, grad-cam, grad-cam++, layer-cam, score-cam, ...", "grad-cam")

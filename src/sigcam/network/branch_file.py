@@ -18,6 +18,7 @@ from sigcam.network.attachment import Optimize, assemble, attach, unwrap
 from sigcam.network.calibration import BranchCalibration
 from sigcam.network.dual import DualBranch
 from sigcam.network.hooks import fresh_autocast_cache
+from sigcam.network.hub import download_branch, is_hub_address
 from sigcam.network.modules import run_model
 from sigcam.network.split import Split
 from sigcam.network.trace import eval_mode, logits_of
@@ -84,13 +85,15 @@ def load(
 ) -> DualBranch:
     """Load a branch that `DualBranch.save` wrote onto the classifier it was fitted to.
 
-    `example`, `optimize` and `transform` are those of `attach`; `class_names` are used where the file has
-    none. Raises CheckpointError if the file was fitted to another classifier.
+    `path` is a file, or hf://USER/REPO or hf://USER/REPO@REVISION for one on the Hugging Face hub. `example`,
+    `optimize` and `transform` are those of `attach`; `class_names` are used where the file has none. Raises
+    CheckpointError if the file was fitted to another classifier.
     """
     if not isinstance(path, str | Path):
         raise CheckpointError(f"load takes a path, then the model, not {type(path).__name__} first.")
-    path, model = Path(path), unwrap(model)
-    about, tensors = _read(path)
+    file = download_branch(str(path)) if is_hub_address(path) else Path(path)
+    about, tensors = _read(file, str(path))
+    model = unwrap(model)
     requested, heads, classes, layer = (about[key] for key in ("named", "heads", "classes", "layer"))
     modules = dict(model.named_modules())
     known = {argument: name for argument, name in requested.items() if name is None or name in modules}
@@ -190,14 +193,14 @@ def _some(logits: Tensor) -> Tensor:
     return logits.detach()[0, ::step].float().cpu()
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the description and the tensors of a branch file."""
+def _read(file: Path, path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the description and the tensors of a branch file; `path` is its name in errors."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist.") from None
     except (SafetensorError, OSError) as error:

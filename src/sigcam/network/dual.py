@@ -344,6 +344,29 @@ class DualBranch(nn.Module):
 
         save_branch(self, Path(path), dtype)
 
+    def push_to_hub(
+        self,
+        repo: str,
+        *,
+        model: str | None = None,
+        license: str | None = None,
+        private: bool = False,
+        token: str | None = None,
+    ) -> str:
+        """Upload the branch and a card to USER/REPO of the Hugging Face hub, which is made if there is none;
+        return its address with the commit, hf://USER/REPO@COMMIT, for `load`.
+
+        Args:
+            model: the classifier as the commands name it, such as timm:resnet50; then the card shows how to
+                open it.
+            license: the licence to state in the card, such as "mit"; None states none.
+            private: make a new repository private.
+            token: a token that may write there; by default the one that `hf auth login` stored.
+        """
+        from sigcam.network.hub import push_branch
+
+        return push_branch(self, repo, model=model, license=license, private=private, token=token)
+
     def __repr__(self) -> str:
         parts = f"layer={self.split.layer!r}, head={', '.join(self.split.heads)!r}"
         classes = f"{self.classes} {'logit' if self.classes == 1 else 'classes'}"

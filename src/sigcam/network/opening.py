@@ -11,6 +11,7 @@ from sigcam.models.classifier import Classifier, check_model_name, load_classifi
 from sigcam.network.attachment import attach
 from sigcam.network.branch_file import load
 from sigcam.network.dual import DualBranch
+from sigcam.network.hub import download_branch, is_hub_address
 
 SHIPPED = Path(__file__).parent / "shipped" / "embedded.safetensors"  # its card is beside it
 
@@ -63,8 +64,9 @@ def open_network(
     """Open the classifier that `model` and `weights` name, with the branch that `branch` names.
 
     Args:
-        branch: a branch file, or the folder that `sigcam fit` wrote; "sigmoid" for the one shipped with the
-            embedded model; "softmax" or "centred", which need no file; None for a new branch to fit.
+        branch: a branch file, the folder that `sigcam fit` wrote, or hf://USER/REPO; "sigmoid" for the one
+            shipped with the embedded model; "softmax" or "centred", which need no file; None for a new branch
+            to fit.
     """
     file = None if branch in (None, "softmax", "centred") else find_branch_file(branch, model, weights)
     if file and (head or layer):
@@ -80,8 +82,8 @@ def open_network(
     return OpenedNetwork(net, classifier, "sigmoid")
 
 
-def find_branch_file(branch: str | None, model: str, weights: Path | None) -> Path:
-    """Return the file that --branch names; CheckpointError if there is none."""
+def find_branch_file(branch: str | None, model: str, weights: Path | None) -> Path | str:
+    """Return the file, or the address on the hub, that --branch names; CheckpointError if there is none."""
     if branch == "sigmoid" and has_shipped_branch(model, weights):
         return SHIPPED
     check_model_name(model)  # else its name is what is wrong
@@ -90,6 +92,9 @@ def find_branch_file(branch: str | None, model: str, weights: Path | None) -> Pa
             "the sigmoid branch must be fitted first: give its file (--branch branch.safetensors, made by "
             "`sigcam fit`), or use --branch centred, which needs none."
         )
+    if branch and is_hub_address(branch):
+        download_branch(branch)  # before the classifier, which takes longer
+        return branch
     path = Path(branch or "")
     file = path / "branch.safetensors" if path.is_dir() else path
     if not file.is_file():

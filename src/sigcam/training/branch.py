@@ -1,6 +1,7 @@
 """fit: train the sigmoid branch, and nothing else, with class-balanced binary cross-entropy (Eq. 12)."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -213,6 +214,17 @@ def _label_counts(labels: Tensor, classes: int) -> tuple[int, ...]:
     return tuple(positives) if len(positives) > 1 else (len(labels) - positives[0], positives[0])
 
 
+def _held_out_scores(trained: TrainedHead) -> dict[str, float]:
+    """Return how good the branch is on held-out images: those scores that are numbers."""
+    quality, scores = trained.quality, dict[str, float]()
+    if quality:
+        names = ("images", "mean_average_precision", "mean_auroc")
+        scores |= {name: getattr(quality, name) for name in names}
+    if trained.evidence_quality:
+        scores["evidence_error"] = trained.evidence_quality.reliability.error
+    return {name: score for name, score in scores.items() if math.isfinite(score)}
+
+
 def _install(
     net: DualBranch,
     data: TrainingData | Features,
@@ -233,6 +245,8 @@ def _install(
     net.fitted, net.calibration = True, trained.calibration or BranchCalibration()
     about = {"images": len(labels), "pos_weight": weight, "l2": trained.l2, "final_loss": trained.losses[-1]}
     about["background"] = trained.background
+    if trained.quality:
+        about["held_out"] = _held_out_scores(trained)
     net.recipe = asdict(config) | about | {"zooms": list(config.zooms)}  # as the branch file keeps it
     if isinstance(data, Samples) and net.class_names is None and len(data.classes) == max(net.classes, 2):
         net.class_names = data.classes

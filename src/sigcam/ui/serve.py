@@ -21,7 +21,7 @@ class UiOptions:
     Args:
         model: classifier: timm:NAME, torchvision:NAME, hf:NAME, wsol:NAME, file:PATH.py:FUNCTION or embedded.
         weights: weights file of the model, or imagenet for published ones.
-        branch: fitted branch file, softmax or centred; the embedded model comes with a branch.
+        branch: file of a fitted branch, hf://USER/REPO, softmax or centred; the embedded model has a branch.
         data: folder of images to browse, sort and fit on; empty for built-in examples.
         format: layout of the data; guessed if not given.
         compare_model: second model, shown beside the first.
