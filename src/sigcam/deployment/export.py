@@ -85,7 +85,9 @@ def _checked(
 ) -> tuple[Path, Drawn, PillowResize | None]:
     """Return the file, what it draws and its preprocessing; an error says what cannot be exported."""
     if not isinstance(net, DualBranch):
-        raise ConfigError(f"export takes what attach returns, not {type(net).__name__}: net = sigcam.attach(model).")
+        raise ConfigError(
+            f"export takes what attach returns, not {type(net).__name__}: net = sigcam.attach(model)."
+        )
     path = Path(path)
     if format not in get_args(Format):
         raise ConfigError(f"format is {' or '.join(map(repr, get_args(Format)))}, not {format!r}.")
@@ -96,7 +98,9 @@ def _checked(
     if format == "onnx":
         _check_opset(opset)
     if not net.fitted:
-        raise CheckpointError("the sigmoid branch is not fitted, so its maps are noise: fit it or load one first.")
+        raise CheckpointError(
+            "the sigmoid branch is not fitted, so its maps are noise: fit it or load one first."
+        )
     if "sigmoid" not in net.linear:
         raise AttachError(
             f"the head of {type(net.original).__name__} is not global average pooling + linear, so its maps need "
