@@ -1,9 +1,9 @@
 """The box of each map's largest component, in operations that an exported graph has.
 
-A map of P x Q cells is enlarged to H x W pixels bilinearly. Between two neighbouring columns of cells, a row of
-pixels rises or falls steadily, so its pixels above a threshold are one *run*: none, the first, the last or all
-of that *strip*. A map has Q strips of H runs, far fewer than pixels. Runs that touch from row to row make a
-*chain*; a strip has at most P + 1 of them, and components are found among chains.
+A map of P x Q cells is enlarged to H x W pixels bilinearly. Between two neighbouring columns of cells, a row
+of pixels rises or falls steadily, so its pixels above a threshold are one *run*: none, the first, the last or
+all of that *strip*. A map has Q strips of H runs, far fewer than pixels. Runs that touch from row to row make
+a *chain*; a strip has at most P + 1 of them, and components are found among chains.
 
 Here M is the number of maps, and J = P + 2 that of chains in a strip.
 """
@@ -71,7 +71,7 @@ class Chains:
 
 
 def enlarged_extremes(maps: Tensor, rows: Axis, columns: Axis) -> tuple[Tensor, Tensor]:
-    """The lowest and highest pixel (M,) of the enlarged maps: at the ends of strips, since they are bilinear."""
+    """The lowest and highest pixel (M,) of the enlarged maps; they lie at the ends of strips."""
     sides = []
     for axis in (rows, columns):
         ends = torch.cat([axis.first, axis.last]).long()
