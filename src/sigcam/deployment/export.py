@@ -131,8 +131,8 @@ def _class_numbers(net: DualBranch, classes: Sequence[int | str]) -> tuple[int, 
 def _resize_of(net: DualBranch) -> PillowResize:
     if not isinstance(net.transform, Preprocess):
         raise ConfigError(
-            "the preprocessing of this network is not known as a resize and a normalisation, so a file cannot "
-            "hold it: export without (preprocess=False)."
+            "the preprocessing of this network is not known as a resize and a normalisation, so a file "
+            "cannot hold it: export without (preprocess=False)."
         )
     return PillowResize(net.transform)
 

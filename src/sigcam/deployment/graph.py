@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 from sigcam.deployment.largest_box import Axis, enlarged_extremes, largest_boxes
 from sigcam.deployment.pillow_resize import PillowResize
@@ -47,8 +50,19 @@ class Drawn:
     threshold: float
 
 
+class _MeanAsPool(TorchFunctionMode):
+    """Pools to one cell by a mean: the gradient of torch's own pooling reads memory by strides."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.adaptive_avg_pool2d:
+            given = dict(zip(("input", "output_size"), args, strict=False)) | (kwargs or {})
+            if given["output_size"] in (1, (1, 1), [1, 1]):
+                return given["input"].mean((-2, -1), keepdim=True)
+        return func(*args, **(kwargs or {}))
+
+
 class Scored(nn.Module):
-    """From inputs of the network to logits of both heads, the classes to draw, F, and the classes' weights."""
+    """From inputs of the network to logits of both heads, the classes to draw, F, and their weights."""
 
     def __init__(self, net: DualBranch, drawn: Drawn) -> None:
         super().__init__()
@@ -75,7 +89,7 @@ class Scored(nn.Module):
         """Return softmax logits and branch logits (B, C), classes (B, K), F, and d logit / d mean of F of
         the classes (B, K, N)."""
         linear = self.linear_in(self.held[0])
-        with torch.set_grad_enabled(not linear):
+        with torch.set_grad_enabled(not linear), nullcontext() if linear else _MeanAsPool():
             return tuple(each.detach() for each in self._scored(images, linear))
 
     def _scored(self, images: Tensor, linear: bool) -> Outputs:
