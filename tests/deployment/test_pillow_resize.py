@@ -29,7 +29,7 @@ def test_pixels_are_those_of_pillow(size, resize, interpolation):
     expected = torch.stack([preprocess(Image.fromarray(each)) for each in given])
     levels = (made - expected).abs() * 255 * torch.tensor(preprocess.std)[:, None, None]
     assert made.shape == expected.shape
-    assert float((levels < 1e-2).float().mean()) > 0.999 and float(levels.max()) < 1.01
+    assert float(levels.max()) < 1e-2
 
 
 def test_other_filters_and_larger_crops_are_refused():
