@@ -140,6 +140,7 @@ def test_what_cannot_be_exported_is_said_before_anything_is_written(tmp_path):
     refused(path, DataError, "threshold", threshold=2.0)
     refused(path, ConfigError, "format", format="tflite")
     refused(tmp_path / "net.bin", ConfigError, r"ends in \.onnx")
+    refused(tmp_path / "net.onnx", ConfigError, "without ending", format="triton")
     with pytest.raises(ConfigError, match="attach"):
         sigcam.export(Gap(), path)  # type: ignore[arg-type]
 
