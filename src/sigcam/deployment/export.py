@@ -18,7 +18,7 @@ from sigcam.core.errors import AttachError, CheckpointError, ConfigError, Missin
 from sigcam.core.files import check_writable, error_line, write_atomic
 from sigcam.core.manifest import versions
 from sigcam.core.memory import is_out_of_memory
-from sigcam.deployment.graph import OUTPUTS, Drawn, ExportedNetwork, Scale
+from sigcam.deployment.graph import OUTPUTS, AbsoluteScale, Drawn, ExportedNetwork
 from sigcam.deployment.pillow_resize import PillowResize
 from sigcam.deployment.triton import write_model_repository
 from sigcam.methods.inputs import choose_classes
@@ -41,7 +41,7 @@ def export(
     k: int | None = None,
     classes: Sequence[int | str] | None = None,
     threshold: float | None = None,
-    scale: Scale | None = None,
+    scale: AbsoluteScale | None = None,
     preprocess: bool = True,
     format: Format = "onnx",
     opset: int = OPSET,
@@ -81,7 +81,7 @@ def _checked(
     k: int | None,
     classes: Sequence[int | str] | None,
     threshold: float | None,
-    scale: Scale | None,
+    scale: AbsoluteScale | None,
     preprocess: bool,
     format: Format,
     opset: int,
@@ -108,7 +108,7 @@ def _checked(
         raise ConfigError(f"k is a number of classes, at least 1, not {k!r}.")
     if k is not None and classes is not None:
         raise ConfigError("give k= or classes=: the most probable classes, or fixed ones.")
-    if scale not in (None, *get_args(Scale)):
+    if scale not in (None, *get_args(AbsoluteScale)):
         raise ConfigError(f"scale is 'probability' or 'logit', not {scale!r}.")
     if scale is None:
         scale = "probability" if 1.0 in net.calibration.maps else "logit"

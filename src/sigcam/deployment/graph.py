@@ -30,7 +30,7 @@ OUTPUTS = (
     "branch_logits",  # (B, C) of the sigmoid branch
 )
 Outputs = tuple[Tensor, ...]
-Scale = Literal["probability", "logit"]
+AbsoluteScale = Literal["probability", "logit"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Drawn:
 
     k: int
     classes: tuple[int, ...] | None
-    scale: Scale
+    scale: AbsoluteScale
     threshold: float
 
 
