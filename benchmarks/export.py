@@ -31,12 +31,11 @@ import onnxruntime as ort
 import timm
 import torch
 import torchvision
-from PIL import Image
 from rich.console import Console
 from torch import Tensor, nn
 
 import sigcam
-from sigcam.data.images import images_from_paths, open_image
+from sigcam.data.images import images_from_paths
 from sigcam.deployment.graph import OUTPUTS
 from sigcam.models.classifier import load_classifier
 from sigcam.models.preprocess import Preprocess
@@ -136,8 +135,8 @@ def boxes(folder: Path, console: Console, count: int) -> Row:
     chosen = [photographs[i] for i in range(0, len(photographs), step)][:count]
     equal = ties = classes = 0
     for sample in chosen:
-        picture = sample.image if isinstance(sample.image, Image.Image) else open_image(Path(sample.image))
-        out = run(opened, np.asarray(picture.convert("RGB"))[None])
+        picture = sample.open()
+        out = run(opened, np.asarray(picture)[None])
         ex = sigcam.explain(net, picture, classes=out["classes"][0].tolist(), scale="probability")
         classes += int(ex.top_classes[0, 0] != out["classes"][0, 0])
         same = torch.equal(ex.picture_boxes()[0][0], out["boxes"][0, 0].long())

@@ -170,19 +170,20 @@ def exported_program(net: DualBranch, drawn: Drawn, resize: PillowResize | None)
     except Exception as error:  # any user network, any failure
         if is_out_of_memory(error):
             raise
-        raise AttachError(
-            f"{type(net.original).__name__} cannot be exported ({error_line(error)}): let its forward be one "
-            "graph that does not depend on numbers in tensors, or draw maps with sigcam.explain."
-        ) from error
+        raise _unexported(error) from error
 
 
 def onnx_bytes(program: ExportedProgram, about: dict[str, Any], opset: int) -> bytes:
     """Return the program as the bytes of an ONNX file with the description in its metadata."""
-    with _quiet():
-        onnx_program = torch.onnx.export(
-            program, dynamo=True, opset_version=opset, output_names=OUTPUTS, verbose=False
-        )
-    assert onnx_program is not None
+    try:
+        with _quiet():
+            onnx_program: Any = torch.onnx.export(
+                program, dynamo=True, opset_version=opset, output_names=OUTPUTS, verbose=False
+            )
+    except Exception as error:  # any user network, any failure
+        if is_out_of_memory(error):
+            raise
+        raise _unexported(error.__cause__ or error) from error
     texts = {key: v if isinstance(v, str) else json.dumps(v) for key, v in about.items()}
     onnx_program.model.metadata_props.update(texts)
     model = onnx_program.model_proto
@@ -190,6 +191,13 @@ def onnx_bytes(program: ExportedProgram, about: dict[str, Any], opset: int) -> b
     if model.ByteSize() > LARGEST_FILE:
         raise ConfigError("the file would be larger than 2 GB, which ONNX does not hold: use format='torch'.")
     return bytes(model.SerializeToString())
+
+
+def _unexported(error: BaseException) -> AttachError:
+    return AttachError(
+        f"this network cannot be exported ({error_line(error)}): let its forward be one graph of usual "
+        "layers that does not depend on numbers in tensors, or draw maps with sigcam.explain."
+    )
 
 
 def _name_sizes(model: Any) -> None:
