@@ -2,12 +2,14 @@
 "use strict";
 
 const MODEL = "model.onnx", GLUE = "ort-wasm-simd-threaded.mjs", WASM = "ort-wasm-simd-threaded.wasm";
+const PARTS = new Set(["onnx", "mjs", "wasm"]);
 const SIDE = 1280; // a larger photograph is made smaller first
 const HEAT = ["000004", "1b0c41", "4a0c6b", "781c6d", "a52c60", "cf4446", "ed6925", "fb9b06", "f7d13d", "fcffa4"];
 const $ = (selector) => document.querySelector(selector);
 const canvas = $("canvas"), pen = canvas.getContext("2d", { willReadFrequently: true });
 const files = {}; // the bytes of each file, by the ending of its name
 let session, facts, shown; // shown: the photograph's pixels and what the network says of it
+let turn = Promise.resolve();
 
 // ---------------------------------------------------------------------------------------------- messages
 
@@ -19,9 +21,10 @@ function fail(error) {
   $("#status").textContent = "";
 }
 
+/** Do the work after all that was asked for before it. */
 function attempt(work) {
-  $("#error").hidden = true;
-  return work().catch(fail);
+  turn = turn.then(() => { $("#error").hidden = true; }).then(work).catch(fail);
+  return turn;
 }
 
 // -------------------------------------------------------------------------------------------- the network
@@ -30,11 +33,10 @@ async function start() {
   if (typeof ort === "undefined") {
     throw new Told("ort.wasm.min.js is not beside this page: the first lines of index.html say where to get it.");
   }
-  const wanted = [MODEL, GLUE, WASM];
   if (location.protocol !== "file:") {
     $("#status").textContent = "Loading the network …";
     $("main").hidden = false;
-    await Promise.all(wanted.map(fetchFile));
+    await Promise.all([MODEL, GLUE, WASM].map(fetchFile));
   }
   await open();
 }
@@ -51,7 +53,6 @@ function ending(name) {
 /** Take files that the visitor chose: those that are missing, or another model. */
 async function take(chosen) {
   for (const file of chosen) files[ending(file.name)] = new Uint8Array(await file.arrayBuffer());
-  if (chosen.some((file) => ending(file.name) === "onnx")) session = null;
   await open();
 }
 
@@ -63,20 +64,22 @@ async function open() {
   if (missing.length) {
     const why = location.protocol === "file:"
       ? "A page that is opened from disk may read no file until you choose it. From the page's folder it needs"
-      : "These files are not beside the page: ";
+      : "What is not beside this page, or of no use, can be chosen here:";
     $("#files p").textContent = `${why} ${missing.join(", ")}.`;
     return;
   }
   $("#status").textContent = "Opening the network …";
-  facts = metadata(files.onnx);
-  if (!facts.class_names) throw new Told(`${MODEL} is not a file of sigcam export: it names no classes.`);
   ort.env.wasm.numThreads = 1; // more would need headers that not every server sends
   ort.env.wasm.wasmBinary = files.wasm;
   ort.env.wasm.wasmPaths = { mjs: URL.createObjectURL(new Blob([files.mjs], { type: "text/javascript" })) };
   try {
+    facts = metadata(files.onnx);
     session = await ort.InferenceSession.create(files.onnx, { executionProviders: ["wasm"] });
   } catch (error) {
-    throw new Told(`The network could not be opened: ${error.message || error}`);
+    session = null;
+    delete files.onnx; // another one can be chosen
+    await open();
+    throw error instanceof Told ? error : new Told(`The network could not be opened: ${error.message || error}`);
   }
   $("#status").textContent = "Ready.";
 }
@@ -91,8 +94,9 @@ function metadata(bytes) {
       found[key] = JSON.parse(value);
     }
   } catch {
-    throw new Told(`${MODEL} is not a whole ONNX file: write it again with sigcam export.`);
+    throw new Told("This is not a whole ONNX file: write it again with sigcam export.");
   }
+  if (!found.class_names) throw new Told("This file was not written by sigcam export: it names no classes.");
   return found;
 }
 
@@ -122,8 +126,7 @@ function* fields(bytes) {
 // ----------------------------------------------------------------------------------------- the photograph
 
 async function explain(file) {
-  if (ending(file.name) === "onnx") return take([file]);
-  if (!session) throw new Told("The network is not open yet.");
+  if (!session) throw new Told("There is no network yet: choose its file first.");
   const bitmap = await createImageBitmap(file).catch(() => {
     throw new Told(`${file.name} is not a picture that this browser can read.`);
   });
@@ -185,7 +188,7 @@ function list() {
     name.textContent = each.name;
     word.className = each.here ? "here" : "not-here";
     word.textContent = each.here ? "here" : "not here";
-    said.append(word, `, evidence ${each.evidence.toFixed(3)}; probability ${each.probability.toFixed(3)}`);
+    said.append(word, `, evidence ${each.evidence.toFixed(3)}`, document.createElement("br"), `probability ${each.probability.toFixed(3)}`);
     row.append(choice, name, said);
     return row;
   });
@@ -259,8 +262,8 @@ for (const name of ["dragover", "dragleave", "drop"]) {
     event.preventDefault();
     document.body.classList.toggle("over", name === "dragover");
     if (name === "drop" && event.dataTransfer.files.length) {
-      const dropped = [...event.dataTransfer.files];
-      attempt(() => (session ? explain(dropped[0]) : take(dropped)));
+      const dropped = [...event.dataTransfer.files], parts = dropped.filter((file) => PARTS.has(ending(file.name)));
+      attempt(() => (parts.length ? take(parts) : explain(dropped[0])));
     }
   });
 }

@@ -1,4 +1,4 @@
-"""Serve a file of `sigcam export`: a picture in, its classes, evidence and boxes out; what waits shares a batch.
+"""Serve a file of `sigcam export`: a picture in; classes, evidence and boxes out; what waits shares a batch.
 
 pip install fastapi uvicorn onnxruntime numpy pillow
 SIGCAM_MODEL=model.onnx SIGCAM_TOKEN=secret uvicorn serve:app --limit-concurrency 64 --timeout-keep-alive 75
@@ -36,16 +36,20 @@ async def run_batches():
         batch = [await waiting.get()]
         while len(batch) < BATCH and not waiting.empty():
             batch.append(waiting.get_nowait())
-        images = np.stack([image for image, _ in batch])
-        outputs = await asyncio.to_thread(session.run, OUTPUTS, {"image": images})
+        images, answers = zip(*batch, strict=True)
+        try:
+            outputs = await asyncio.to_thread(session.run, OUTPUTS, {"image": np.stack(images)})
+        except Exception as error:
+            _ = [answer.set_exception(error) for answer in answers]
+            continue
         counts.update(pictures=counts["pictures"] + len(batch), batches=counts["batches"] + 1)
-        for row, (_, answer) in enumerate(batch):
+        for row, answer in enumerate(answers):
             answer.set_result([output[row] for output in outputs])
 
 
 @contextlib.asynccontextmanager
 async def lifespan(app):
-    """On SIGTERM go on for `DRAIN` seconds, in which everybody is sent elsewhere; then finish what has begun."""
+    """On SIGTERM answer for `DRAIN` more seconds, sending everybody elsewhere; then finish what has begun."""
     loop, stop = asyncio.get_running_loop(), signal.getsignal(signal.SIGTERM)  # uvicorn's
 
     def drain():

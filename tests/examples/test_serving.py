@@ -1,0 +1,117 @@
+"""The serving example on loopback: shared batches, the token, hostile uploads, SIGTERM under load."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from support.folders import png_header
+
+pytest.importorskip("fastapi", reason="needs fastapi and uvicorn: pip install 'sigcam[ui]'")
+pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'sigcam[export]'")
+pytestmark = pytest.mark.slow
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Any]:
+    """The load test, whose clients and server are used here too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        import serving
+
+        yield serving
+
+
+def encoded(picture: Image.Image, kind: str = "PNG") -> bytes:
+    held = io.BytesIO()
+    picture.save(held, kind)
+    return held.getvalue()
+
+
+def ask(server: Any, body: Any, token: str) -> tuple[int, Any]:
+    """Send a body; return status and content of the answer."""
+    headers = {"Authorization": f"Bearer {token}".encode()} if token else {}
+    with closing(server.connect()) as connection:
+        connection.request("POST", "/explain", body, headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+
+
+def begin(connection: http.client.HTTPConnection, token: str, length: int, first: bytes) -> None:
+    """Send the head of a request and the first part of its body."""
+    connection.putrequest("POST", "/explain")
+    connection.putheader("Authorization", f"Bearer {token}")
+    connection.putheader("Content-Length", str(length))
+    connection.endheaders(first)
+
+
+def test_requests_share_batches_and_a_stop_under_load_loses_none(
+    serving: Any, red_square: Image.Image, exported_file: Path, tmp_path: Path
+) -> None:
+    picture, log = encoded(red_square), tmp_path / "log"
+    with serving.started(exported_file, log) as server:
+        late = server.connect()  # an upload that begins before SIGTERM and ends after the port is closed
+        begin(late, serving.TOKEN, len(picture), picture[:100])
+        rest = threading.Timer(4, lambda: late.send(picture[100:]))
+        rest.start()
+        seen = serving.load(server, serving.photographs(4), clients=16, seconds=1)
+        with pytest.raises(ConnectionRefusedError):
+            server.get("/health")
+        response = late.getresponse()
+        assert response.status == 200 and json.loads(response.read())["classes"][0]["class"] == "red"
+        late.close()
+    assert seen["errors"] == [] and seen["sent_away"] == 16, log.read_text()
+    assert seen["requests"] > 32 and seen["pictures_per_batch"] > 1
+    assert "Traceback" not in log.read_text()
+
+
+def test_only_pictures_of_bearers_of_the_token_are_taken(
+    serving: Any, red_square: Image.Image, exported_file: Path, tmp_path: Path
+) -> None:
+    picture = encoded(red_square)
+    with serving.started(exported_file, tmp_path / "log") as server:
+        for token in ("", "wrong", serving.TOKEN + "x", "ä"):
+            status, said = ask(server, picture, token)
+            assert status == 401 and "Authorization" in said["detail"], token
+        before = server.megabytes()
+        refused = {
+            "a text": (b"no picture", 415),
+            "nothing": (b"", 415),
+            "half a picture": (encoded(red_square, "JPEG")[:300], 415),
+            "a format that is not taken": (encoded(red_square, "TIFF"), 415),
+            "a bomb": (png_header(30_000, 30_000), 413),
+        }
+        for name, (body, expected) in refused.items():
+            status, said = ask(server, body, serving.TOKEN)
+            assert status == expected and "picture" in said["detail"], name
+        with closing(server.connect()) as large:
+            begin(large, serving.TOKEN, 20_000_000, bytes(10_000_001))
+            assert large.getresponse().status == 413
+        with closing(server.connect()) as gone:  # somebody who goes away in the middle
+            begin(gone, serving.TOKEN, 1000, b"half of it")
+        assert server.megabytes() < before + 60
+        for kind in ("JPEG", "PNG", "WEBP"):
+            status, said = ask(server, encoded(red_square, kind), serving.TOKEN)
+            assert status == 200 and said["size"] == [300, 200]
+            first, second = said["classes"]
+            assert (first["class"], second["box"]) == ("red", None)
+            left, top, right, bottom = first["box"]
+            assert (
+                abs(left - 100) < 40
+                and abs(top - 50) < 30
+                and abs(right - 250) < 40
+                and abs(bottom - 150) < 30
+            )
+        assert server.get("/health") == (200, {"pictures": 3, "batches": 3})
+        assert server.get("/docs")[0] == 404
+    assert "Traceback" not in (tmp_path / "log").read_text()
