@@ -8,7 +8,7 @@ const HEAT = ["000004", "1b0c41", "4a0c6b", "781c6d", "a52c60", "cf4446", "ed692
 const $ = (selector) => document.querySelector(selector);
 const canvas = $("canvas"), pen = canvas.getContext("2d", { willReadFrequently: true });
 const files = {}; // the bytes of each file, by the ending of its name
-let session, facts, shown; // shown: the photograph's pixels and what the network says of it
+let session, facts, names, shown; // shown: the photograph's pixels and what the network says of it
 let turn = Promise.resolve();
 
 // ---------------------------------------------------------------------------------------------- messages
@@ -74,6 +74,7 @@ async function open() {
   ort.env.wasm.wasmPaths = { mjs: URL.createObjectURL(new Blob([files.mjs], { type: "text/javascript" })) };
   try {
     facts = metadata(files.onnx);
+    names = JSON.parse(facts.class_names);
     session = await ort.InferenceSession.create(files.onnx, { executionProviders: ["wasm"] });
   } catch (error) {
     session = null;
@@ -81,22 +82,24 @@ async function open() {
     await open();
     throw error instanceof Told ? error : new Told(`The network could not be opened: ${error.message || error}`);
   }
+  const absolute = facts.scale === "probability";
+  $("#unit").textContent = absolute ? "probability that the place shows the class" : "share of this map's maximum";
   $("#status").textContent = "Ready.";
 }
 
-/** The metadata of an ONNX file, which is field 14 of its protocol buffer; each text is JSON. */
+/** The metadata of an ONNX file, which is field 14 of its protocol buffer. */
 function metadata(bytes) {
   const found = {}, text = new TextDecoder();
   try {
     for (const [field, entry] of fields(bytes)) {
       if (field !== 14) continue;
       const [key, value] = [...fields(entry)].map(([, part]) => text.decode(part));
-      found[key] = JSON.parse(value);
+      found[key] = value;
     }
   } catch {
     throw new Told("This is not a whole ONNX file: write it again with sigcam export.");
   }
-  if (!found.class_names) throw new Told("This file was not written by sigcam export: it names no classes.");
+  if (found.preprocessing !== "inside") throw new Told("This file was not written by sigcam export, or does not take photographs.");
   return found;
 }
 
@@ -164,14 +167,15 @@ async function run(pixels) {
 /** What the network says of the class with this rank. */
 function answer(output, rank) {
   const index = Number(output.classes.data[rank]), [, , rows, columns] = output.maps.dims;
+  const cells = output.maps.data.slice(rows * columns * rank, rows * columns * (rank + 1));
+  const peak = Math.max(1e-6, ...cells), box = output.boxes.data.slice(4 * rank, 4 * rank + 4);
   return {
-    name: String(facts.class_names[index]),
+    name: String(names?.[index] ?? index),
     probability: output.probability.data[index],
     evidence: output.evidence.data[index],
     here: Boolean(output.present.data[rank]),
-    box: output.scores.data[rank] > 0 ? output.boxes.data.slice(4 * rank, 4 * rank + 4) : null,
-    score: output.scores.data[rank],
-    cells: output.maps.data.slice(rows * columns * rank, rows * columns * (rank + 1)),
+    box: box.some(Boolean) ? box : null,
+    cells: facts.scale === "probability" ? cells : cells.map((each) => Math.max(each, 0) / peak),
     rows,
     columns,
   };
@@ -237,7 +241,7 @@ function places(side, cells) {
 }
 
 function outline([left, top, right, bottom]) {
-  const line = Math.max(2, Math.max(canvas.width, canvas.height) / 200);
+  const line = Math.max(2, Math.max(canvas.width, canvas.height) / 300);
   for (const [colour, width] of [["black", 2 * line], ["#00c853", line]]) {
     pen.strokeStyle = colour;
     pen.lineWidth = width;

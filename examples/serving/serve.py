@@ -25,7 +25,11 @@ OUTPUTS = ["classes", "present", "scores", "boxes", "probability", "evidence"]
 Image.MAX_IMAGE_PIXELS = None  # ours is checked before anything is decoded
 token = f"Bearer {os.environ['SIGCAM_TOKEN']}".encode()
 session = onnxruntime.InferenceSession(os.environ["SIGCAM_MODEL"], providers=["CPUExecutionProvider"])
-facts = {key: json.loads(text) for key, text in session.get_modelmeta().custom_metadata_map.items()}
+about = session.get_modelmeta().custom_metadata_map
+names, preprocess = json.loads(about["class_names"]), json.loads(about["preprocess"])
+side = np.array([preprocess["width"], preprocess["height"]])
+if preprocess["resize"]:
+    raise SystemExit("this file crops: pictures of one batch are squashed here, so export it without a crop")
 waiting, decoders, closing = asyncio.Queue(), asyncio.Semaphore(2), {}
 counts = {"pictures": 0, "batches": 0}
 
@@ -71,7 +75,8 @@ def decode(data):
         with Image.open(io.BytesIO(data), formats=["JPEG", "PNG", "WEBP"]) as picture:
             if picture.width * picture.height <= PIXELS:
                 picture = ImageOps.exif_transpose(picture).convert("RGB")
-                return np.asarray(picture.resize(facts["size"][::-1], Image.Resampling.BICUBIC)), picture.size
+                resample = Image.Resampling[preprocess["interpolation"].upper()]
+                return np.asarray(picture.resize(side, resample)), np.array(picture.size)
     except Exception:
         raise HTTPException(415, "the body is not a JPEG, PNG or WebP picture that can be read") from None
     raise HTTPException(413, f"the picture has more than {PIXELS} pixels: make it smaller")
@@ -100,16 +105,17 @@ async def explain(request: Request):
     answer = asyncio.get_running_loop().create_future()
     waiting.put_nowait((image, answer))
     classes, present, scores, boxes, probability, evidence = await answer
-    boxes *= np.tile((np.array(size) - 1) / (np.array(image.shape[1::-1]) - 1), 2)  # to the picture's pixels
+    corners = boxes.reshape(-1, 2)  # xy; to the picture's pixels, the last pixel to the last
+    boxes = np.where(corners >= side - 1, size - 1, (corners * size / side).round()).reshape(-1, 4)
     found = [
         {
-            "class": facts["class_names"][index],
+            "class": names[index] if names else str(index),
             "probability": float(probability[index]),
             "evidence": float(evidence[index]),
             "present": bool(present[rank]),
-            "box": boxes[rank].round().tolist() if scores[rank] else None,
+            "box": boxes[rank].tolist() if boxes[rank].any() else None,
             "score": float(scores[rank]),
         }
         for rank, index in enumerate(classes)
     ]
-    return JSONResponse({"size": size, "classes": found}, headers=closing)
+    return JSONResponse({"size": size.tolist(), "classes": found}, headers=closing)
