@@ -35,7 +35,7 @@ class FeatureLayout:
             return output.permute(0, 3, 1, 2)
         tokens = (output if self.layout == "NLC" else output.transpose(0, 1))[:, self.prefix :]  # (B, P*Q, N)
         rows, columns = self.grid_at(tokens.shape[1], image)
-        return tokens.transpose(1, 2).reshape(len(tokens), -1, rows, columns)
+        return tokens.transpose(1, 2).reshape(tokens.shape[0], -1, rows, columns)
 
     def grid_at(self, tokens: int, image: GridSize) -> GridSize:
         """(P, Q) of a sequence of `tokens` grid tokens: the probed grid, scaled as the image was."""

@@ -75,7 +75,7 @@ class HookedPass(TorchFunctionMode):
         if len(self.inputs) != len(self.split.heads):
             raise AttachError(f"head {self.split.heads[0]!r} did not run once in this pass, as at first.")
         swapped = None if self.swap is None else self.swap.shape[self.points[0].fold.batch_axis]
-        self.logits = logits_of(output, swapped or len(images))
+        self.logits = logits_of(output, swapped or images.shape[0])
         return self
 
     def bits(self) -> bytes:

@@ -34,7 +34,7 @@ class Tail:
     result: int = 0
 
     def __call__(self, outputs: Sequence[Tensor]) -> Tensor:
-        values: dict[int, Any] = {BATCH: len(outputs[0]), **dict(enumerate(outputs))}
+        values: dict[int, Any] = {BATCH: outputs[0].shape[0], **dict(enumerate(outputs))}
         for function, args, kwargs, slot in self.steps:
             args, kwargs = pytree.tree_map_only(_Slot, lambda leaf: values[leaf.index], (args, kwargs))
             values[slot] = function(*args, **kwargs)

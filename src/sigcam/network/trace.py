@@ -106,7 +106,7 @@ def logits_of(output: Any, batch: int) -> Tensor:
         return logits.reshape(batch, -1)  # squeezed: one logit per image, or one image
     if logits.ndim > 2 and logits.shape[2:].numel() == 1:
         logits = logits.flatten(1)
-    if logits.ndim != 2 or len(logits) != batch:
+    if logits.ndim != 2 or logits.shape[0] != batch:
         raise AttachError(
             f"the model returned {tuple(logits.shape)} for {batch} image(s), not (B, C) logits: sigcam "
             "explains image classifiers. Attach one, or let this model return its logits first."

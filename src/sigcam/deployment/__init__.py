@@ -1,0 +1,1 @@
+"""A network with its branch, as one file that needs neither sigcam nor PyTorch."""

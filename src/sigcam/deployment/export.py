@@ -1,0 +1,257 @@
+"""export: a network with its branch as one file, from pictures to probabilities, evidence, maps and boxes."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
+
+from sigcam.core.errors import AttachError, CheckpointError, ConfigError, MissingExtra
+from sigcam.core.files import check_writable, error_line, write_atomic
+from sigcam.core.manifest import versions
+from sigcam.deployment.graph import OUTPUTS, Drawn, ExportedNetwork, Scale
+from sigcam.deployment.pillow_resize import PillowResize
+from sigcam.methods.inputs import choose_classes
+from sigcam.metrics.boxes import check_threshold
+from sigcam.models.preprocess import Preprocess
+from sigcam.models.state_dict import fingerprint
+from sigcam.network.dual import DualBranch
+from sigcam.network.modules import run_model
+
+Format = Literal["onnx", "torch"]
+SUFFIXES: dict[Format, str] = {"onnx": ".onnx", "torch": ".pt2"}
+OLDEST_OPSET, OPSET = 18, 18
+LARGEST_FILE = 2**31 - 1  # bytes: protobuf takes no more
+DEFAULT_K = 5
+
+
+def export(
+    net: DualBranch,
+    path: str | Path,
+    *,
+    k: int | None = None,
+    classes: Sequence[int | str] | None = None,
+    threshold: float | None = None,
+    scale: Scale | None = None,
+    preprocess: bool = True,
+    format: Format = "onnx",
+    opset: int = OPSET,
+) -> Path:
+    """Write the network and its branch to one file that needs neither sigcam nor hooks; return its path.
+
+    Args:
+        path: a file.onnx, or file.pt2 for `format="torch"`.
+        k: Number of classes per image whose maps are drawn, the most probable ones; by default 5.
+        classes: Draw these classes instead, by number or name.
+        threshold: Of boxes; by default 0.5 for maps in probabilities, 0.2 of the maximum for others.
+        scale: "probability" (default where the branch is calibrated), or "logit".
+        preprocess: Take uint8 pictures (B, H, W, 3) of any size; otherwise the network's input (B, 3, H, W).
+        format: "onnx", or "torch" for a program of torch.export.
+        opset: Version of ONNX's operators.
+    """
+    path, drawn, resize = _checked(net, path, k, classes, threshold, scale, preprocess, format, opset)
+    program = exported_program(net, drawn, resize)
+    about = description(net, drawn, resize)
+    if format == "torch":
+        content = io.BytesIO()
+        torch.export.save(program, content, extra_files={"sigcam.json": json.dumps(about)})
+        data = content.getvalue()
+    else:
+        data = onnx_bytes(program, about, opset)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, data)
+    return path
+
+
+def _checked(
+    net: DualBranch,
+    path: str | Path,
+    k: int | None,
+    classes: Sequence[int | str] | None,
+    threshold: float | None,
+    scale: Scale | None,
+    preprocess: bool,
+    format: Format,
+    opset: int,
+) -> tuple[Path, Drawn, PillowResize | None]:
+    """Return the file, what it draws and its preprocessing; an error says what cannot be exported."""
+    if not isinstance(net, DualBranch):
+        raise ConfigError(f"export takes what attach returns, not {type(net).__name__}: net = sigcam.attach(model).")
+    path = Path(path)
+    if format not in get_args(Format):
+        raise ConfigError(f"format is {' or '.join(map(repr, get_args(Format)))}, not {format!r}.")
+    if path.suffix != SUFFIXES[format]:
+        raise ConfigError(f"a file of this format ends in {SUFFIXES[format]}: {path} does not.")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: name a file.")
+    if format == "onnx":
+        _check_opset(opset)
+    if not net.fitted:
+        raise CheckpointError("the sigmoid branch is not fitted, so its maps are noise: fit it or load one first.")
+    if "sigmoid" not in net.linear:
+        raise AttachError(
+            f"the head of {type(net.original).__name__} is not global average pooling + linear, so its maps need "
+            "gradients, which a file does not compute: attach another layer or head."
+        )
+    if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
+        raise ConfigError(f"k is a number of classes, at least 1, not {k!r}.")
+    if k is not None and classes is not None:
+        raise ConfigError("give k= or classes=: the most probable classes, or fixed ones.")
+    if scale not in (None, *get_args(Scale)):
+        raise ConfigError(f"scale is 'probability' or 'logit', not {scale!r}.")
+    if scale is None:
+        scale = "probability" if 1.0 in net.calibration.maps else "logit"
+    if scale == "probability":
+        net.calibration.map_scale(1.0)  # raises where there is none
+    if threshold is None:
+        threshold = 0.5 if scale == "probability" else 0.2
+    check_threshold(threshold)
+    chosen = None if classes is None else _class_numbers(net, classes)
+    count = len(chosen) if chosen else min(k or DEFAULT_K, max(net.classes, 2))
+    resize = _resize_of(net) if preprocess else None
+    check_writable(path.parent)
+    return path, Drawn(count, chosen, scale, float(threshold)), resize
+
+
+def _class_numbers(net: DualBranch, classes: Sequence[int | str]) -> tuple[int, ...]:
+    if isinstance(classes, str | int) or not len(classes):
+        raise ConfigError("classes is a list of at least one class, such as classes=[281, 'tabby'].")
+    chosen, _ = choose_classes(net, net.run(net.example), [list(classes)])
+    return tuple(chosen[0].tolist())
+
+
+def _resize_of(net: DualBranch) -> PillowResize:
+    if not isinstance(net.transform, Preprocess):
+        raise ConfigError(
+            "the preprocessing of this network is not known as a resize and a normalisation, so a file cannot hold "
+            "it: export without (preprocess=False)."
+        )
+    return PillowResize(net.transform)
+
+
+def _check_opset(opset: int) -> None:
+    """Raise MissingExtra without the packages, ConfigError for an opset that they do not write."""
+    try:
+        import onnx
+        import onnxscript  # noqa: F401  (torch.onnx needs it)
+    except ImportError as error:
+        raise MissingExtra("exporting", f"{error.name}", "export") from error
+    newest = onnx.defs.onnx_opset_version()
+    if not OLDEST_OPSET <= opset <= newest:
+        word = "old" if opset < OLDEST_OPSET else "new"
+        raise ConfigError(f"opset {opset} is too {word}: give one from {OLDEST_OPSET} to {newest}.")
+
+
+def exported_program(net: DualBranch, drawn: Drawn, resize: PillowResize | None) -> ExportedProgram:
+    """Return the program that computes `OUTPUTS` from `image`, for any number of images."""
+    module = ExportedNetwork(net, drawn, resize).eval()
+    shape = net.input_shape
+    if resize is None:
+        image, dims = torch.zeros(2, *shape), [{0: Dim("N")}]
+        larger = torch.zeros(1, shape[0], shape[1] + 32, shape[2] + 64)
+        if _runs(module, larger):
+            dims.insert(0, {0: Dim("N"), 2: Dim("H"), 3: Dim("W")})
+    else:
+        image = torch.zeros(2, 300, 400, 3, dtype=torch.uint8)
+        dims = [{0: Dim("N"), 1: Dim("H"), 2: Dim("W")}]
+    image = image.to(next(module.model.parameters()).device)
+    failure: Exception | None = None
+    for each in dims:
+        try:
+            with torch.inference_mode(False), torch.no_grad(), _quiet():
+                return torch.export.export(module, (image,), dynamic_shapes={"image": each}, strict=False)
+        except Exception as error:  # any user network, any failure
+            failure = error
+    assert failure is not None
+    raise AttachError(
+        f"{type(net.original).__name__} cannot be exported ({error_line(failure)}): its forward may branch on "
+        "numbers, which a file cannot."
+    ) from failure
+
+
+@torch.no_grad()
+def _runs(module: ExportedNetwork, images: Tensor) -> bool:
+    """Whether the network takes images of that size."""
+    try:
+        run_model(module.model, images.to(next(module.model.parameters())))
+    except Exception:  # any user network, any failure
+        return False
+    return True
+
+
+def onnx_bytes(program: ExportedProgram, about: dict[str, Any], opset: int) -> bytes:
+    """Return the program as the bytes of an ONNX file with the description in its metadata."""
+    with _quiet():
+        onnx_program = torch.onnx.export(
+            program, dynamo=True, opset_version=opset, output_names=OUTPUTS, verbose=False
+        )
+    assert onnx_program is not None
+    texts = {key: v if isinstance(v, str) else json.dumps(v) for key, v in about.items()}
+    onnx_program.model.metadata_props.update(texts)
+    model = onnx_program.model_proto
+    _name_sizes(model)
+    if model.ByteSize() > LARGEST_FILE:
+        raise ConfigError("the file would be larger than 2 GB, which ONNX does not hold: use format='torch'.")
+    return bytes(model.SerializeToString())
+
+
+def _name_sizes(model: Any) -> None:
+    """Call the number of images N in inputs and outputs, and their height and width H and W."""
+    shape = model.graph.input[0].type.tensor_type.shape.dim
+    symbols = [dim.dim_param for dim in shape if dim.dim_param]
+    names = dict(zip(symbols, "NHW", strict=False))
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in names:
+                dim.dim_param = names[dim.dim_param]
+
+
+def description(net: DualBranch, drawn: Drawn, resize: PillowResize | None) -> dict[str, Any]:
+    """Return the metadata of a file; in ONNX, values that are no text are JSON."""
+    import onnx
+
+    p = net.transform if isinstance(net.transform, Preprocess) else None
+    return {
+        "sigcam_version": versions()["sigcam"],
+        "torch_version": torch.__version__,
+        "onnx_version": onnx.__version__,
+        "class_names": list(net.class_names) if net.class_names else None,
+        "k": drawn.k,
+        "classes": list(drawn.classes) if drawn.classes else None,
+        "scale": drawn.scale,
+        "threshold": drawn.threshold,
+        "calibration": net.calibration.to_json(),
+        "preprocessing": "inside" if resize else "outside",
+        "preprocess": asdict(p) if p else None,
+        "mean": list(p.mean) if p else None,
+        "std": list(p.std) if p else None,
+        "input_size": list(net.input_shape),
+        "classifier_fingerprint": fingerprint(net.original),
+        "branch_fingerprint": fingerprint(net.sigmoid),
+    }
+
+
+class _quiet(warnings.catch_warnings):
+    """Silence the warnings and the log of the exporters."""
+
+    def __enter__(self) -> Any:
+        entered = super().__enter__()
+        warnings.simplefilter("ignore")
+        self._levels = [(each, each.level) for each in map(logging.getLogger, ("torch.onnx", "onnxscript"))]
+        for logger, _ in self._levels:
+            logger.setLevel(logging.ERROR)
+        return entered
+
+    def __exit__(self, *error: Any) -> None:
+        for logger, level in self._levels:
+            logger.setLevel(level)
+        super().__exit__(*error)
