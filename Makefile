@@ -28,6 +28,7 @@ bench: .venv/dev.done
 	@$(BIN)/python benchmarks/metrics.py
 	@$(BIN)/python benchmarks/fit.py
 	@$(BIN)/python benchmarks/evaluate.py
+	@$(BIN)/python benchmarks/export.py
 
 .venv/demo.done: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv
@@ -37,7 +38,7 @@ bench: .venv/dev.done
 
 .venv/dev.done: .venv/demo.done
 	@echo "installing what the tests need ..."
-	@$(PIP) install --quiet --constraint constraints.txt --editable '.[embedded,report,examples,ui,hf,hub,lightning,docs,dev]' 2>.venv/install.log || (cat .venv/install.log; exit 1)
+	@$(PIP) install --quiet --constraint constraints.txt --editable '.[embedded,report,examples,ui,hf,hub,lightning,export,docs,dev]' 2>.venv/install.log || (cat .venv/install.log; exit 1)
 	@touch $@
 
 clean:

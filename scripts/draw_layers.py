@@ -15,6 +15,7 @@ DESCRIPTIONS = {
     "ui": "the web page (gradio)",
     "callbacks": "maps while Lightning or Trainer trains",
     "reports": "results to one self-contained HTML file",
+    "deployment": "a DualBranch to one ONNX file",
     "evaluation": "a network and annotated samples to a Result",
     "methods": "a forward pass to an Explanation",
     "training": "a branch, or a classifier, from data",

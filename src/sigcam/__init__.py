@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sigcam.data.registry import open_dataset as open_dataset
     from sigcam.data.sample import Sample as Sample
     from sigcam.data.sample import Samples as Samples
+    from sigcam.deployment.export import export as export
     from sigcam.evaluation.evaluator import evaluate as evaluate
     from sigcam.evaluation.evaluator import evaluate_maps as evaluate_maps
     from sigcam.evaluation.registry import list_metrics as list_metrics
@@ -52,6 +53,7 @@ _HOMES = {
     "core.errors": ("AttachError", "CheckpointError", "DataError", "ModelError", "SigcamError"),
     "data.registry": ("list_readers", "open_dataset"),
     "data.sample": ("Sample", "Samples"),
+    "deployment.export": ("export",),
     "evaluation.evaluator": ("evaluate", "evaluate_maps"),
     "evaluation.registry": ("list_metrics",),
     "evaluation.result": ("Result",),

@@ -11,6 +11,7 @@ from sigcam.cli.cache import clear_caches_command, list_caches_command
 from sigcam.cli.demo import demo_command
 from sigcam.cli.evaluate import evaluate_command
 from sigcam.cli.explain import explain_command
+from sigcam.cli.export import export_command
 from sigcam.cli.fit import fit_command
 from sigcam.cli.inspect import inspect_command
 from sigcam.cli.options import with_options
@@ -25,6 +26,7 @@ COMMANDS: dict[str, Callable[[Any], None]] = {
     "fit": fit_command,
     "explain": explain_command,
     "evaluate": evaluate_command,
+    "export": export_command,
     "bench": bench_command,
     "ui": ui_command,
     "demo": demo_command,

@@ -25,7 +25,7 @@ class GridSize(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> GridSize:
         """Return the size of the tensor's last two axes."""
-        return cls(int(tensor.shape[-2]), int(tensor.shape[-1]))
+        return cls(tensor.shape[-2], tensor.shape[-1])
 
 
 Progress = Callable[[str, int, int], None]  # stage, done, total (0: unknown)

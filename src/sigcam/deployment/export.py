@@ -85,7 +85,9 @@ def _checked(
 ) -> tuple[Path, Drawn, PillowResize | None]:
     """Return the file, what it draws and its preprocessing; an error says what cannot be exported."""
     if not isinstance(net, DualBranch):
-        raise ConfigError(f"export takes what attach returns, not {type(net).__name__}: net = sigcam.attach(model).")
+        raise ConfigError(
+            f"export takes what attach returns, not {type(net).__name__}: net = sigcam.attach(model)."
+        )
     path = Path(path)
     if format not in get_args(Format):
         raise ConfigError(f"format is {' or '.join(map(repr, get_args(Format)))}, not {format!r}.")
@@ -96,11 +98,13 @@ def _checked(
     if format == "onnx":
         _check_opset(opset)
     if not net.fitted:
-        raise CheckpointError("the sigmoid branch is not fitted, so its maps are noise: fit it or load one first.")
+        raise CheckpointError(
+            "the sigmoid branch is not fitted, so its maps are noise: fit it or load one first."
+        )
     if "sigmoid" not in net.linear:
         raise AttachError(
-            f"the head of {type(net.original).__name__} is not global average pooling + linear, so its maps need "
-            "gradients, which a file does not compute: attach another layer or head."
+            f"the head of {type(net.original).__name__} is not global average pooling + linear, so its maps "
+            "need gradients, which a file does not compute: attach another layer or head."
         )
     if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
         raise ConfigError(f"k is a number of classes, at least 1, not {k!r}.")
@@ -125,15 +129,16 @@ def _checked(
 def _class_numbers(net: DualBranch, classes: Sequence[int | str]) -> tuple[int, ...]:
     if isinstance(classes, str | int) or not len(classes):
         raise ConfigError("classes is a list of at least one class, such as classes=[281, 'tabby'].")
-    chosen, _ = choose_classes(net, net.run(net.example), [list(classes)])
+    wanted: Any = [list(classes)]
+    chosen, _ = choose_classes(net, net.run(net.example), wanted)
     return tuple(chosen[0].tolist())
 
 
 def _resize_of(net: DualBranch) -> PillowResize:
     if not isinstance(net.transform, Preprocess):
         raise ConfigError(
-            "the preprocessing of this network is not known as a resize and a normalisation, so a file cannot hold "
-            "it: export without (preprocess=False)."
+            "the preprocessing of this network is not known as a resize and a normalisation, so a file cannot "
+            "hold it: export without (preprocess=False)."
         )
     return PillowResize(net.transform)
 
@@ -173,8 +178,8 @@ def exported_program(net: DualBranch, drawn: Drawn, resize: PillowResize | None)
             failure = error
     assert failure is not None
     raise AttachError(
-        f"{type(net.original).__name__} cannot be exported ({error_line(failure)}): its forward may branch on "
-        "numbers, which a file cannot."
+        f"{type(net.original).__name__} cannot be exported ({error_line(failure)}): let its forward be one "
+        "graph that does not depend on numbers in tensors."
     ) from failure
 
 

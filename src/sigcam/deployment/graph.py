@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,14 +61,15 @@ class ExportedNetwork(nn.Module):
         private.compiled = None
         private.requires_grad_(False), private.model.requires_grad_(False)
         self.model, self.sigmoid = private.model, private.sigmoid
-        self.held = [private]  # not registered again
+        self.held = [private]  # in a list, so that it is not registered again
         wanted = torch.tensor(drawn.classes or (0,), dtype=torch.int64)
         self.register_buffer("wanted", wanted, persistent=False)
 
     @property
     def net(self) -> DualBranch:
         """The private copy of the network."""
-        return self.held[0]
+        private: DualBranch = self.held[0]
+        return private
 
     def forward(self, image: Tensor) -> Outputs:
         """Return `OUTPUTS`, in their order."""

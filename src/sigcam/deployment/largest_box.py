@@ -1,9 +1,9 @@
 """The box of each map's largest component, in operations that an exported graph has.
 
-A map of P x Q cells is enlarged to H x W pixels bilinearly. Between two neighbouring columns of cells, a row of
-pixels rises or falls steadily, so its pixels above a threshold are one *run*: none, the first, the last or all
-of that *strip*. A map has Q strips of H runs, far fewer than pixels. Runs that touch from row to row make a
-*chain*; a strip has at most P + 1 of them, and components are found among chains.
+A map of P x Q cells is enlarged to H x W pixels bilinearly. Between two neighbouring columns of cells, a row
+of pixels rises or falls steadily, so its pixels above a threshold are one *run*: none, the first, the last or
+all of that *strip*. A map has Q strips of H runs, far fewer than pixels. Runs that touch from row to row make
+a *chain*; a strip has at most P + 1 of them, and components are found among chains.
 
 Here M is the number of maps, and J = P + 2 that of chains in a strip.
 """
@@ -71,7 +71,7 @@ class Chains:
 
 
 def enlarged_extremes(maps: Tensor, rows: Axis, columns: Axis) -> tuple[Tensor, Tensor]:
-    """The lowest and highest pixel (M,) of the enlarged maps: at the ends of strips, since they are bilinear."""
+    """The lowest and highest pixel (M,) of the enlarged maps; they lie at the ends of strips."""
     sides = []
     for axis in (rows, columns):
         ends = torch.cat([axis.first, axis.last]).long()
@@ -80,7 +80,9 @@ def enlarged_extremes(maps: Tensor, rows: Axis, columns: Axis) -> tuple[Tensor, 
     return ends.amin((1, 2)), ends.amax((1, 2))
 
 
-def largest_boxes(maps: Tensor, threshold: Tensor, rows: Axis, columns: Axis) -> tuple[Tensor, Tensor, Tensor]:
+def largest_boxes(
+    maps: Tensor, threshold: Tensor, rows: Axis, columns: Axis
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the box of the largest component above the threshold (M,) of maps (M, P, Q), as
     `sigcam.metrics.boxes.boxes_at` does on the enlarged maps; the mean of the map's pixels in it (M,); and
     whether there is one (M,). Boxes are (M, 4), xyxy; the last pixel is inside."""
@@ -110,7 +112,9 @@ def largest_boxes(maps: Tensor, threshold: Tensor, rows: Axis, columns: Axis) ->
 def _runs_above(maps: Tensor, threshold: Tensor, rows: Axis, columns: Axis) -> Runs:
     """The run of each strip and row that is above the threshold."""
     cells, limit = maps.mT, threshold[:, None, None]  # (M, Q, P)
-    left = cells.index_select(2, rows.cell) * (1 - rows.share) + cells.index_select(2, rows.after) * rows.share
+    left = (
+        cells.index_select(2, rows.cell) * (1 - rows.share) + cells.index_select(2, rows.after) * rows.share
+    )
     right = torch.cat([left[:, 1:], left[:, -1:]], 1)  # (M, Q, H)
     first, last = columns.first[:, None], columns.last[:, None]  # (Q, 1)
     number = torch.arange(maps.shape[2], device=maps.device, dtype=maps.dtype)[:, None]

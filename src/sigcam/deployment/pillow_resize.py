@@ -46,8 +46,8 @@ class PillowResize(nn.Module):
         sides = (resize, resize) if isinstance(resize, int) else resize
         if sides is not None and (sides[0] < preprocess.height or sides[1] < preprocess.width):
             raise ConfigError(
-                f"pictures are resized to {resize} and cropped to {preprocess.height} x {preprocess.width}, which is "
-                "larger: export without preprocessing (preprocess=False)."
+                f"pictures are resized to {resize} and cropped to {preprocess.height} x {preprocess.width}, "
+                "which is larger: export without preprocessing (preprocess=False)."
             )
         for key, values in (("mean", preprocess.mean), ("std", preprocess.std)):
             self.register_buffer(key, torch.tensor(values, dtype=torch.float32)[:, None, None])
@@ -65,8 +65,8 @@ class PillowResize(nn.Module):
         return (pixels - mean) / std
 
     def placement(self, pictures: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return for rows and columns: the first one of the crop, the picture's size, and its size once resized;
-        float64 scalars."""
+        """Return for rows and columns: the first one of the crop, the picture's size, and its size once
+        resized; float64 scalars."""
         p, resize = self.preprocess, self.preprocess.resize
         sizes = [torch.full((), size, dtype=torch.float64) for size in pictures.shape[1:3]]
         crop = (p.height, p.width)
