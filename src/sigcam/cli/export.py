@@ -45,7 +45,7 @@ class ExportOptions(opt.SourceOptions, opt.CropOptions):
 
 
 def export_command(options: ExportOptions) -> None:
-    """Write a classifier and its branch to one file: pictures in, predictions, evidence, maps and boxes out."""
+    """Write a classifier and its branch to one file, from pictures to predictions, evidence, maps, boxes."""
     from sigcam.deployment.export import export
     from sigcam.methods.inputs import class_number
     from sigcam.network.opening import open_network

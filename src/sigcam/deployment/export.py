@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
-from sigcam.core.errors import AttachError, CheckpointError, ConfigError, MissingExtra
+from sigcam.core.errors import AttachError, CheckpointError, ConfigError, MissingExtra, SigcamError
 from sigcam.core.files import check_writable, error_line, write_atomic
 from sigcam.core.manifest import versions
+from sigcam.core.memory import is_out_of_memory
 from sigcam.deployment.graph import OUTPUTS, Drawn, ExportedNetwork, Scale
 from sigcam.deployment.pillow_resize import PillowResize
 from sigcam.methods.inputs import choose_classes
@@ -25,7 +25,6 @@ from sigcam.metrics.boxes import check_threshold
 from sigcam.models.preprocess import Preprocess
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.dual import DualBranch
-from sigcam.network.modules import run_model
 
 Format = Literal["onnx", "torch"]
 SUFFIXES: dict[Format, str] = {"onnx": ".onnx", "torch": ".pt2"}
@@ -101,11 +100,6 @@ def _checked(
         raise CheckpointError(
             "the sigmoid branch is not fitted, so its maps are noise: fit it or load one first."
         )
-    if "sigmoid" not in net.linear:
-        raise AttachError(
-            f"the head of {type(net.original).__name__} is not global average pooling + linear, so its maps "
-            "need gradients, which a file does not compute: attach another layer or head."
-        )
     if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
         raise ConfigError(f"k is a number of classes, at least 1, not {k!r}.")
     if k is not None and classes is not None:
@@ -137,8 +131,8 @@ def _class_numbers(net: DualBranch, classes: Sequence[int | str]) -> tuple[int, 
 def _resize_of(net: DualBranch) -> PillowResize:
     if not isinstance(net.transform, Preprocess):
         raise ConfigError(
-            "the preprocessing of this network is not known as a resize and a normalisation, so a file cannot "
-            "hold it: export without (preprocess=False)."
+            "the preprocessing of this network is not known as a resize and a normalisation, so a file "
+            "cannot hold it: export without (preprocess=False)."
         )
     return PillowResize(net.transform)
 
@@ -158,39 +152,24 @@ def _check_opset(opset: int) -> None:
 
 def exported_program(net: DualBranch, drawn: Drawn, resize: PillowResize | None) -> ExportedProgram:
     """Return the program that computes `OUTPUTS` from `image`, for any number of images."""
-    module = ExportedNetwork(net, drawn, resize).eval()
-    shape = net.input_shape
     if resize is None:
-        image, dims = torch.zeros(2, *shape), [{0: Dim("N")}]
-        larger = torch.zeros(1, shape[0], shape[1] + 32, shape[2] + 64)
-        if _runs(module, larger):
-            dims.insert(0, {0: Dim("N"), 2: Dim("H"), 3: Dim("W")})
+        image, sizes = net.example.repeat(2, 1, 1, 1), {0: Dim("N")}
     else:
-        image = torch.zeros(2, 300, 400, 3, dtype=torch.uint8)
-        dims = [{0: Dim("N"), 1: Dim("H"), 2: Dim("W")}]
-    image = image.to(next(module.model.parameters()).device)
-    failure: Exception | None = None
-    for each in dims:
-        try:
-            with torch.inference_mode(False), torch.no_grad(), _quiet():
-                return torch.export.export(module, (image,), dynamic_shapes={"image": each}, strict=False)
-        except Exception as error:  # any user network, any failure
-            failure = error
-    assert failure is not None
-    raise AttachError(
-        f"{type(net.original).__name__} cannot be exported ({error_line(failure)}): let its forward be one "
-        "graph that does not depend on numbers in tensors."
-    ) from failure
-
-
-@torch.no_grad()
-def _runs(module: ExportedNetwork, images: Tensor) -> bool:
-    """Whether the network takes images of that size."""
+        image = torch.zeros(2, 300, 400, net.input_shape[0], dtype=torch.uint8, device=net.device)
+        sizes = {0: Dim("N"), 1: Dim("H"), 2: Dim("W")}
     try:
-        run_model(module.model, images.to(next(module.model.parameters())))
-    except Exception:  # any user network, any failure
-        return False
-    return True
+        with torch.inference_mode(False), torch.no_grad(), _quiet():
+            module = ExportedNetwork(net, drawn, resize).eval()
+            return torch.export.export(module, (image,), dynamic_shapes={"image": sizes}, strict=False)
+    except SigcamError:
+        raise
+    except Exception as error:  # any user network, any failure
+        if is_out_of_memory(error):
+            raise
+        raise AttachError(
+            f"{type(net.original).__name__} cannot be exported ({error_line(error)}): let its forward be one "
+            "graph that does not depend on numbers in tensors, or draw maps with sigcam.explain."
+        ) from error
 
 
 def onnx_bytes(program: ExportedProgram, about: dict[str, Any], opset: int) -> bytes:

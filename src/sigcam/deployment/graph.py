@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
-from typing import Literal
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 from sigcam.deployment.largest_box import Axis, enlarged_extremes, largest_boxes
 from sigcam.deployment.pillow_resize import PillowResize
 from sigcam.methods.targets import class_logits
-from sigcam.network.dual import DualBranch, ForwardPass, linear_weight
+from sigcam.network.dual import DualBranch, linear_weight
 
 OUTPUTS = (
     "probability",  # (B, C) of the softmax head
@@ -46,62 +50,108 @@ class Drawn:
     threshold: float
 
 
-class ExportedNetwork(nn.Module):
-    """From a batch of pictures, or of inputs of the network, to `OUTPUTS`.
+class _MeanAsPool(TorchFunctionMode):
+    """Pools to one cell by a mean: the gradient of torch's own pooling reads memory by strides."""
 
-    It runs a private copy of the network; torch.export records what happens, hooks included.
-    """
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.adaptive_avg_pool2d:
+            given = dict(zip(("input", "output_size"), args, strict=False)) | (kwargs or {})
+            if given["output_size"] in (1, (1, 1), [1, 1]):
+                return given["input"].mean((-2, -1), keepdim=True)
+        return func(*args, **(kwargs or {}))
 
-    def __init__(self, net: DualBranch, drawn: Drawn, preprocess: PillowResize | None) -> None:
+
+class Scored(nn.Module):
+    """From inputs of the network to logits of both heads, the classes to draw, F, and their weights."""
+
+    def __init__(self, net: DualBranch, drawn: Drawn) -> None:
         super().__init__()
-        self.drawn, self.preprocess = drawn, preprocess
+        self.drawn = drawn
         private = copy.copy(net)
         private.__dict__["_modules"] = {"sigmoid": copy.deepcopy(net.sigmoid).eval()}
         private.model = private.original = copy.deepcopy(net.original).eval()
         private.compiled = None
         private.requires_grad_(False), private.model.requires_grad_(False)
+        point = (private.split.point,)
+        private._grad_modes = {}
+        if not self.linear_in(net):  # one pass, whatever its last bits
+            private._grad_modes = {point: replace(net.grad_mode(point), inline=True)}
         self.model, self.sigmoid = private.model, private.sigmoid
         self.held = [private]  # in a list, so that it is not registered again
-        wanted = torch.tensor(drawn.classes or (0,), dtype=torch.int64)
-        self.register_buffer("wanted", wanted, persistent=False)
+        self.register_buffer("wanted", torch.tensor(drawn.classes or (0,)), persistent=False)
 
-    @property
-    def net(self) -> DualBranch:
-        """The private copy of the network."""
-        private: DualBranch = self.held[0]
-        return private
+    @staticmethod
+    def linear_in(net: DualBranch) -> bool:
+        """Whether the weights of all classes are rows of the branch's last layer."""
+        return "sigmoid" in net.linear
 
-    def forward(self, image: Tensor) -> Outputs:
-        """Return `OUTPUTS`, in their order."""
-        images = image if self.preprocess is None else self.preprocess(image)
-        forward_pass = self.net.run(images)
+    def forward(self, images: Tensor) -> Outputs:
+        """Return softmax logits and branch logits (B, C), classes (B, K), F, and d logit / d mean of F of
+        the classes (B, K, N)."""
+        linear = self.linear_in(self.held[0])
+        with torch.set_grad_enabled(not linear), nullcontext() if linear else _MeanAsPool():
+            return tuple(each.detach() for each in self._scored(images, linear))
+
+    def _scored(self, images: Tensor, linear: bool) -> Outputs:
+        net: DualBranch = self.held[0]
+        point = net.split.point
+        (forward_pass,) = net.run_at((point,), images, grad=not linear)
         logits, branch = class_logits(forward_pass.softmax_logits), class_logits(forward_pass.sigmoid)
-        evidence = class_logits(self.net.calibration.evidence(forward_pass.sigmoid)).sigmoid()
-        probability = logits.sigmoid() if self.net.classes == 1 else logits.softmax(1)
         if self.drawn.classes is None:
             classes = logits.topk(self.drawn.k, dim=1).indices
         else:
             classes = self.get_buffer("wanted").expand(logits.shape[0], -1)
-        maps = self._maps(forward_pass, classes, branch.gather(1, classes))
+        if linear:
+            found = linear_weight(net.last_layer("sigmoid"))
+            assert found is not None
+            weights = class_logits(found[0].mT).mT[classes]
+        else:  # the gradient of one class at a time, as explain takes it
+            cut, each = forward_pass.cut, list[Tensor]()
+            for scores in branch.gather(1, classes).unbind(1):
+                (gradient,) = torch.autograd.grad(scores.sum(), cut, retain_graph=True)
+                each.append(point.fold(gradient, forward_pass.image).sum((2, 3)))
+            weights = torch.stack(each, 1)
+        return logits, branch, classes, forward_pass.features, weights
+
+
+class ExportedNetwork(nn.Module):
+    """From a batch of pictures, or of inputs of the network, to `OUTPUTS`.
+
+    torch.export records what happens, hooks included. Gradients are recorded before, as the operations that
+    compute them.
+    """
+
+    def __init__(self, net: DualBranch, drawn: Drawn, preprocess: PillowResize | None) -> None:
+        super().__init__()
+        self.drawn, self.preprocess = drawn, preprocess
+        self.calibration, self.single = net.calibration, net.classes == 1
+        self.scored: nn.Module = Scored(net, drawn)
+        if not Scored.linear_in(net):
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                traced = make_fx(self.scored, tracing_mode="symbolic", _allow_non_fake_inputs=True)
+                self.scored = traced(net.example.repeat(2, 1, 1, 1))
+
+    def forward(self, image: Tensor) -> Outputs:
+        """Return `OUTPUTS`, in their order."""
+        images = image if self.preprocess is None else self.preprocess(image)
+        logits, branch, classes, features, weights = self.scored(images)
+        scores = branch[:, 1:] if self.single else branch  # of a single logit, that of class 1
+        evidence = class_logits(self.calibration.evidence(scores)).sigmoid()
+        probability = logits.sigmoid() if self.single else logits.softmax(1)
+        maps = (weights @ features.flatten(2)).unflatten(2, features.shape[2:])
+        maps = maps + (branch.gather(1, classes) - maps.mean((2, 3)))[..., None, None]
+        if self.drawn.scale == "probability":
+            maps = self._probabilities(maps, classes)
         boxes, scores = self._boxes(maps, images)
         if self.preprocess is not None:
             boxes = self._in_picture(boxes, image)
         present = evidence.gather(1, classes) > 0.5
         return probability, evidence, classes, maps, boxes, scores, present, logits, branch
 
-    def _maps(self, forward_pass: ForwardPass, classes: Tensor, scores: Tensor) -> Tensor:
-        """(B, K, P, Q) scores of cells, whose mean is the branch's logit, or their probabilities."""
-        features = forward_pass.features
-        found = linear_weight(self.net.last_layer("sigmoid"))
-        assert found is not None
-        rows = class_logits(found[0].detach().mT).mT if self.net.classes == 1 else found[0].detach()
-        weights = rows[classes]  # (B, K, N)
-        maps = (weights @ features.flatten(2)).unflatten(2, features.shape[2:])
-        maps = maps + (scores - maps.mean((2, 3)))[..., None, None]
-        if self.drawn.scale == "logit":
-            return maps
-        scale = self.net.calibration.map_scale(1.0)
-        if self.net.classes == 1:  # calibrated for class 1
+    def _probabilities(self, maps: Tensor, classes: Tensor) -> Tensor:
+        """The probabilities of cells of the classes (B, K)."""
+        scale = self.calibration.map_scale(1.0)
+        if self.single:  # calibrated for class 1
             sign = torch.where(classes == 0, -1.0, 1.0)[..., None, None]
             return (sign * scale(sign * maps)).sigmoid()
         return scale(maps).sigmoid()
