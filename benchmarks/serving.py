@@ -77,8 +77,8 @@ def started(model: Path, log: Path) -> Iterator[Server]:
         "serve:app",
         "--port",
         str(port),
-        "--timeout-keep-alive",
-        "75",
+        "--limit-concurrency",
+        "64",
     ]
     with log.open("wb") as output:
         process = subprocess.Popen(

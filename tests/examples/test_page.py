@@ -207,7 +207,7 @@ def test_the_cat_is_drawn_by_the_network_that_is_shipped(browser: Any, site: Pat
     dark = {"color_scheme": "dark", "viewport": {"width": 390, "height": 844}}
     with served(tmp_path / "site") as url:
         for name, how in (
-            ("export-page", {"viewport": {"width": 1000, "height": 760}}),
+            ("export-page", {"viewport": {"width": 860, "height": 700}}),
             ("export-phone", dark),
         ):
             with visit(browser, url, **how) as page:
@@ -216,4 +216,4 @@ def test_the_cat_is_drawn_by_the_network_that_is_shipped(browser: Any, site: Pat
                 left, top, right, bottom = map(int, re.findall(r"\d+", label(page)))
                 assert left < 120 and top < 30 and 330 < right < 451 and 230 < bottom < 300, "the cat's face"
                 ARTIFACTS.mkdir(parents=True, exist_ok=True)
-                page.screenshot(path=str(ARTIFACTS / f"{name}.png"))
+                page.screenshot(path=str(ARTIFACTS / f"{name}.png"), full_page=True)
