@@ -15,15 +15,16 @@ from sigcam.cli.options import option
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(opt.SourceOptions, opt.CropOptions):
+class ExportOptions(opt.ModelOptions, opt.CropOptions):
     """Options of `sigcam export`."""
 
-    path: Path = option("File to write, such as classifier.onnx.", argument=True)
-    data: str = ""
+    path: Path = option("File to write, such as classifier.onnx; a folder for triton.", argument=True)
     branch: str = option(
         "File of a fitted branch, or hf://USER/REPO. The embedded model has a branch.", "sigmoid"
     )
-    format: Literal["onnx", "torch"] = option("onnx, or torch for a program of torch.export (.pt2).", "onnx")
+    format: Literal["onnx", "torch", "triton"] = option(
+        "onnx; torch, a program of torch.export (.pt2); triton, a model folder of a Triton server.", "onnx"
+    )
     k: int | None = option("Draw maps of that many most probable classes; default: 5.", None)
     classes: list[str] | None = option(
         "Draw maps of this class instead, by its name or number; may be repeated.", None, name="--class"
@@ -63,7 +64,8 @@ def export_command(options: ExportOptions) -> None:
         format=o.format,
         opset=o.opset,
     )
-    size = path.stat().st_size
+    files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
+    size = sum(each.stat().st_size for each in files)
     if o.json:
         typer.echo(json.dumps({"path": str(path), "bytes": size}))
     else:

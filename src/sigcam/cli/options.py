@@ -34,7 +34,7 @@ class JsonOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceOptions(JsonOptions):
+class ModelOptions(JsonOptions):
     model: str = option(
         "Classifier: timm:NAME, torchvision:NAME, hf:NAME, wsol:NAME, file:PATH.py:FUNCTION or embedded.",
         "embedded",
@@ -44,15 +44,19 @@ class SourceOptions(JsonOptions):
         "torchvision's cannot be downloaded.",
         None,
     )
-    data: str = option("Folder with one folder of images per class, or `shapes`.")
-    format: str | None = option(
-        lambda: f"Layout of the data: {', '.join(list_readers())}; default: detected.", None
-    )
 
     @property
     def needs_head(self) -> bool:
         """Whether the command needs a trained head."""
         return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions(ModelOptions):
+    data: str = option("Folder with one folder of images per class, or `shapes`.")
+    format: str | None = option(
+        lambda: f"Layout of the data: {', '.join(list_readers())}; default: detected.", None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,14 +20,15 @@ from sigcam.core.manifest import versions
 from sigcam.core.memory import is_out_of_memory
 from sigcam.deployment.graph import OUTPUTS, Drawn, ExportedNetwork, Scale
 from sigcam.deployment.pillow_resize import PillowResize
+from sigcam.deployment.triton import write_model_repository
 from sigcam.methods.inputs import choose_classes
 from sigcam.metrics.boxes import check_threshold
 from sigcam.models.preprocess import Preprocess
 from sigcam.models.state_dict import fingerprint
 from sigcam.network.dual import DualBranch
 
-Format = Literal["onnx", "torch"]
-SUFFIXES: dict[Format, str] = {"onnx": ".onnx", "torch": ".pt2"}
+Format = Literal["onnx", "torch", "triton"]
+SUFFIXES: dict[Format, str] = {"onnx": ".onnx", "torch": ".pt2", "triton": ""}
 OLDEST_OPSET, OPSET = 18, 18
 LARGEST_FILE = 2**31 - 1  # bytes: protobuf takes no more
 DEFAULT_K = 5
@@ -48,13 +49,13 @@ def export(
     """Write the network and its branch to one file that needs neither sigcam nor hooks; return its path.
 
     Args:
-        path: a file.onnx, or file.pt2 for `format="torch"`.
+        path: A file.onnx, a file.pt2 for `format="torch"`, a new folder for `format="triton"`.
         k: Number of classes per image whose maps are drawn, the most probable ones; by default 5.
         classes: Draw these classes instead, by number or name.
         threshold: Of boxes; by default 0.5 for maps in probabilities, 0.2 of the maximum for others.
         scale: "probability" (default where the branch is calibrated), or "logit".
         preprocess: Take uint8 pictures (B, H, W, 3) of any size; otherwise the network's input (B, 3, H, W).
-        format: "onnx", or "torch" for a program of torch.export.
+        format: "onnx"; "torch", a program of torch.export; "triton", a model of a Triton repository.
         opset: Version of ONNX's operators.
     """
     path, drawn, resize = _checked(net, path, k, classes, threshold, scale, preprocess, format, opset)
@@ -66,6 +67,9 @@ def export(
         data = content.getvalue()
     else:
         data = onnx_bytes(program, about, opset)
+    if format == "triton":
+        write_model_repository(path, data, net.class_names)
+        return path
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, data)
     return path
@@ -91,11 +95,11 @@ def _checked(
     if format not in get_args(Format):
         raise ConfigError(f"format is {' or '.join(map(repr, get_args(Format)))}, not {format!r}.")
     if path.suffix != SUFFIXES[format]:
-        raise ConfigError(f"a file of this format ends in {SUFFIXES[format]}: {path} does not.")
+        ending = f"a file that ends in {SUFFIXES[format]}" if SUFFIXES[format] else "a folder, without ending"
+        raise ConfigError(f"format {format} writes {ending}, not {path}.")
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder: name a file.")
-    if format == "onnx":
-        _check_opset(opset)
+        raise ConfigError(f"{path} is a folder that exists: name another.")
+    _check_opset(opset)
     if not net.fitted:
         raise CheckpointError(
             "the sigmoid branch is not fitted, so its maps are noise: fit it or load one first."

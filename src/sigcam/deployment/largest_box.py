@@ -3,18 +3,19 @@
 A map of P x Q cells is enlarged to H x W pixels bilinearly. Between two neighbouring columns of cells, a row
 of pixels rises or falls steadily, so its pixels above a threshold are one *run*: none, the first, the last or
 all of that *strip*. A map has Q strips of H runs, far fewer than pixels. Runs that touch from row to row make
-a *chain*; a strip has at most P + 1 of them, and components are found among chains.
+a *chain*. A chain begins where the left or the right column rises above the threshold, which P cells do at
+most P / 2 times, rounded up; so components are found among few chains.
 
-Here M is the number of maps, and J = P + 2 that of chains in a strip.
+Here M is the number of maps, and J that of chains in a strip, at most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 FAR = 2.0**24  # more than any pixel's number: float32 holds whole numbers up to here
@@ -64,10 +65,14 @@ class Runs:
 class Chains:
     """Runs joined from row to row."""
 
-    number: Tensor  # (M, Q, H) of each run's chain in its strip
-    holds: Tensor  # (M, Q, H, J) float: whether the chain holds the run
+    number: Tensor  # (M, Q, H) int64, of each run's chain in its strip
     begins: Tensor  # (M, Q, H) whether the run is the first of its chain
     meets: Tensor  # (M, Q - 1, J, J) bool: whether a chain touches one of the next strip
+
+    def total(self, values: Tensor) -> Tensor:
+        """(M, Q, J) the sum over each chain's runs."""
+        zeros = values.new_zeros(*values.shape[:2], self.meets.shape[3])
+        return zeros.scatter_add(2, self.number, values)
 
 
 def enlarged_extremes(maps: Tensor, rows: Axis, columns: Axis) -> tuple[Tensor, Tensor]:
@@ -87,18 +92,13 @@ def largest_boxes(
     `sigcam.metrics.boxes.boxes_at` does on the enlarged maps; the mean of the map's pixels in it (M,); and
     whether there is one (M,). Boxes are (M, 4), xyxy; the last pixel is inside."""
     runs = _runs_above(maps, threshold, rows, columns)
-    chains_in = maps.shape[1] + 2
-    filled = _without_holes(runs, columns, chains_in)
-    chains = _chains(filled, columns, chains_in, corners=True)
-    best = _largest(filled, chains, columns)
-    found = best.any(1)
-    start = torch.where(chains.holds > 0, filled.start[..., None], FAR).amin(2).flatten(1)
-    end = torch.where(chains.holds > 0, filled.end[..., None], -1.0).amax(2).flatten(1)
-    places = torch.arange(rows.cell.shape[0], device=maps.device, dtype=maps.dtype)[:, None]
-    top = torch.where(chains.holds > 0, places, FAR).amin(2).flatten(1)
-    bottom = torch.where(chains.holds > 0, places, -1.0).amax(2).flatten(1)
-    low = [torch.where(best, each, FAR).amin(1) for each in (start, top)]
-    high = [torch.where(best, each, -1.0).amax(1) for each in (end, bottom)]
+    most = 2 * ((maps.shape[1] + 1) // 2)  # chains in a strip
+    filled = _without_holes(runs, columns, most)
+    inside = _largest(filled, _chains(filled, columns, most, corners=True), columns)
+    places = torch.arange(rows.cell.shape[0], device=maps.device, dtype=maps.dtype)
+    low = [torch.where(inside, each, FAR).amin((1, 2)) for each in (filled.start, places)]
+    high = [torch.where(inside, each, -1.0).amax((1, 2)) for each in (filled.end, places)]
+    found = high[0] >= 0
     boxes = torch.where(found[:, None], torch.stack([*low, *high], 1), 0.0)
     sides = []
     for axis, one, other in ((rows, boxes[:, 1], boxes[:, 3]), (columns, boxes[:, 0], boxes[:, 2])):
@@ -127,12 +127,9 @@ def _runs_above(maps: Tensor, threshold: Tensor, rows: Axis, columns: Axis) -> R
     return Runs(start, end, (over_left | over_right) & (start <= end))
 
 
-def _shifted(values: Tensor, by: int, fill: Any, dim: int = 2) -> Tensor:
-    """The values of the next (1) or previous (-1) row."""
-    edge = torch.full_like(values.narrow(dim, 0, 1), fill)
-    if by > 0:
-        return torch.cat([values.narrow(dim, 1, values.shape[dim] - 1), edge], dim)
-    return torch.cat([edge, values.narrow(dim, 0, values.shape[dim] - 1)], dim)
+def _shifted(values: Tensor, by: int, fill: float) -> Tensor:
+    """The values of the next (1) or previous (-1) row, the last axis; `fill` where there is none."""
+    return F.pad(values, (-by, by), value=fill)
 
 
 def _chains(runs: Runs, columns: Axis, count: int, *, corners: bool) -> Chains:
@@ -143,15 +140,14 @@ def _chains(runs: Runs, columns: Axis, count: int, *, corners: bool) -> Chains:
     )
     touches = (runs.start <= before.end + reach) & (before.start <= runs.end + reach)
     begins = runs.there & ~(touches & before.there)
-    number = begins.to(torch.int64).cumsum(2) - 1
-    numbers = torch.arange(count, device=number.device)
-    holds = ((number[..., None] == numbers) & runs.there[..., None]).to(runs.start.dtype)
-    at_right = holds * (runs.end == columns.last[:, None]).to(holds.dtype)[..., None]
-    at_left = holds * (runs.start == columns.first[:, None]).to(holds.dtype)[..., None]
+    number = (begins.to(runs.start.dtype).cumsum(2) - 1).clamp(min=0)
+    numbers = torch.arange(count, device=number.device, dtype=number.dtype)
+    at_right = torch.where(runs.there & (runs.end == columns.last[:, None]), number, -1.0)[:, :-1]
+    at_left = torch.where(runs.there & (runs.start == columns.first[:, None]), number, -1.0)[:, 1:]
+    right, left = ((each[..., None] == numbers).to(number.dtype) for each in (at_right, at_left))
     if corners:
-        at_left = at_left + _shifted(at_left, -1, 0.0) + _shifted(at_left, 1, 0.0)
-    meets = at_right[:, :-1].mT @ at_left[:, 1:] > 0
-    return Chains(number, holds, begins, meets)
+        left = left + F.pad(left, (0, 0, 1, -1)) + F.pad(left, (0, 0, -1, 1))  # of the rows around
+    return Chains(number.long(), begins, right.mT @ left > 0)
 
 
 def _without_holes(runs: Runs, columns: Axis, count: int) -> Runs:
@@ -165,15 +161,15 @@ def _without_holes(runs: Runs, columns: Axis, count: int) -> Runs:
     height, width = runs.there.shape[2], columns.cell.shape[0]
     row = torch.arange(height, device=start.device)
     border = (row == 0) | (row == height - 1) | (start == 0) | (end == width - 1)
-    outside = (chains.holds * border[..., None].to(start.dtype)).amax(2)  # (M, Q, J)
-    enclosed = spread_lowest(1 - outside, chains.meets).gather(2, chains.number.clamp(0, count - 1)) > 0
+    outside = chains.total((around.there & border).to(start.dtype)) > 0  # (M, Q, J)
+    enclosed = spread_lowest((~outside).to(start.dtype), chains.meets).gather(2, chains.number) > 0
     hole = around.there & enclosed
     return Runs(torch.where(hole, first, runs.start), torch.where(hole, last, runs.end), runs.there | hole)
 
 
 def _largest(runs: Runs, chains: Chains, columns: Axis) -> Tensor:
-    """(M, Q * J) which chains belong to the component of the largest area; of equal ones, to the last in
-    reading order, as OpenCV's order of contours has it."""
+    """(M, Q, H) which runs belong to the component of the largest area; of equal ones, to the last in reading
+    order, as OpenCV's order of contours has it."""
     below = Runs(_shifted(runs.start, 1, FAR), _shifted(runs.end, 1, -2.0), _shifted(runs.there, 1, False))
     shared = torch.minimum(runs.end, below.end) - torch.maximum(runs.start, below.start)
     # Twice the area between 2 x 2 pixel centres: 2 where all four are inside, 1 where three are.
@@ -188,46 +184,50 @@ def _largest(runs: Runs, chains: Chains, columns: Axis) -> Tensor:
     area = area + torch.cat([nothing, torch.where(corners[0], 0.0, between)], 1)
     rows = torch.arange(area.shape[2], device=area.device, dtype=area.dtype)
     place = torch.where(chains.begins, rows * columns.cell.shape[0] + runs.start, 0.0)  # in reading order
-    sums = chains.holds.mT @ torch.stack([area, place, chains.begins.float()], -1)  # (M, Q, J, 3)
-    area, place, exists = sums.flatten(1, 2).unbind(-1)
-    strips, count = sums.shape[1:3]
+    area, place = chains.total(area), chains.total(place)
+    strips, count = area.shape[1:]
     nodes = torch.arange(strips * count, device=area.device, dtype=area.dtype).reshape(strips, count)
-    names = spread_lowest(nodes + torch.zeros_like(sums[..., 0]), chains.meets).flatten(1).long()
-    zeros = torch.zeros_like(area)
-    total = zeros.scatter_add(1, names, area).gather(1, names)  # of the component of each chain
-    total = torch.where(exists > 0, total, -1.0)
-    earliest = (zeros + FAR).scatter_reduce(1, names, torch.where(exists > 0, place, FAR), "amin")
+    names = spread_lowest(nodes + torch.zeros_like(area), chains.meets).flatten(1).long()
+    area, place = area.flatten(1), place.flatten(1)
+    numbers = torch.arange(count, device=area.device, dtype=area.dtype)
+    exists = (numbers < chains.begins.to(area.dtype).sum(2, keepdim=True)).flatten(1)
+    total = torch.zeros_like(area).scatter_add(1, names, area).gather(1, names)  # of each chain's component
+    total = torch.where(exists, total, -1.0)
+    earliest = torch.full_like(area, FAR).scatter_reduce(1, names, torch.where(exists, place, FAR), "amin")
     earliest = earliest.gather(1, names)
-    largest = (total == total.amax(1, keepdim=True)) & (exists > 0)
-    return largest & (earliest == torch.where(largest, earliest, -1.0).amax(1, keepdim=True))
+    largest = (total == total.amax(1, keepdim=True)) & exists
+    largest = largest & (earliest == torch.where(largest, earliest, -1.0).amax(1, keepdim=True))
+    best: Tensor = largest.unflatten(1, (strips, count)).gather(2, chains.number)
+    return best & runs.there
 
 
 def spread_lowest(values: Tensor, meets: Tensor) -> Tensor:
     """Give each chain (M, Q, J) the lowest value of its component."""
 
+    apart = torch.where(meets, 0.0, FAR)
+
     def step(values: Tensor) -> Tensor:
-        edge = torch.full_like(values[:, :1], FAR)
-        right = torch.where(meets, values[:, :-1, :, None], FAR).amin(2)  # of the strip before
-        left = torch.where(meets, values[:, 1:, None, :], FAR).amin(3)
-        sides = torch.minimum(torch.cat([edge, right], 1), torch.cat([left, edge], 1))
-        return torch.minimum(values, sides)
+        right = (values[:, :-1, :, None] + apart).amin(2)  # from the strip before
+        left = (values[:, 1:, None, :] + apart).amin(3)
+        right, left = F.pad(right, (0, 0, 1, 0), value=FAR), F.pad(left, (0, 0, 0, 1), value=FAR)
+        return torch.minimum(values, torch.minimum(right, left))
 
-    return repeat_until_equal(step, values)
+    return _until_equal(step, values)
 
 
-def repeat_until_equal(step: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """Apply the step until it changes nothing."""
+def _until_equal(step: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """Apply the step, which lowers values, until it changes nothing."""
     if torch.compiler.is_exporting():
         from torch._higher_order_ops.while_loop import while_loop
 
         def again(values: Tensor, before: Tensor) -> Tensor:
-            return (values != before).any()
+            return (before - values).sum() > 0
 
         def body(values: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
             return step(values), values.clone()
 
-        result: Tensor = while_loop(again, body, (step(values), values))[0]
-        return result
+        lowest: Tensor = while_loop(again, body, (step(values), values))[0]
+        return lowest
     while not torch.equal(values, following := step(values)):
         values = following
     return values

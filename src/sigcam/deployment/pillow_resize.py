@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -12,6 +11,7 @@ from sigcam.core.errors import ConfigError
 from sigcam.models.preprocess import Preprocess
 
 FRACTION_BITS = 22  # of Pillow's weights for 8-bit pictures
+HIGH_PART = 2.0**11
 
 
 def _triangle(x: Tensor) -> Tensor:
@@ -58,8 +58,10 @@ class PillowResize(nn.Module):
         pixels = pictures.permute(0, 3, 1, 2).float()  # (B, 3, H, W)
         across = self._weights(pictures.shape[2], columns, left, self.preprocess.width)
         down = self._weights(pictures.shape[1], rows, top, self.preprocess.height)
-        pixels = _rounded(pixels @ across.mT)  # Pillow keeps 8 bits between the passes
-        pixels = _rounded(down @ pixels) / 255
+        high, low = (pixels @ each.mT for each in across)
+        pixels = _rounded(high, low)  # Pillow keeps 8 bits between the passes
+        high, low = (each @ pixels for each in down)
+        pixels = _rounded(high, low) / 255
         pixels = pixels.flip(1) if self.preprocess.bgr else pixels
         mean, std = self.get_buffer("mean"), self.get_buffer("std")
         return (pixels - mean) / std
@@ -79,8 +81,9 @@ class PillowResize(nn.Module):
         starts = [((whole - kept) / 2).round() for whole, kept in zip(resized, crop, strict=True)]
         return list(zip(starts, sizes, resized, strict=True))
 
-    def _weights(self, pixels: int, resized: Tensor, first: Tensor, count: int) -> Tensor:
-        """(count, pixels) the weights of an axis, from `first` on of the resized picture."""
+    def _weights(self, pixels: int, resized: Tensor, first: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The weights (count, pixels) of an axis, from `first` on of the resized picture, in two parts whose
+        products with pixels float32 adds exactly: whole multiples of 2^-11, and the rest."""
         kernel, reach = FILTERS[self.preprocess.interpolation]
         scale = pixels / resized
         stretch = scale.clamp(min=1)  # a smaller picture averages over more pixels
@@ -91,10 +94,13 @@ class PillowResize(nn.Module):
         weights = kernel(((numbers + 0.5 - centre) / stretch).abs())
         weights = torch.where((numbers >= low) & (numbers < high), weights, 0.0)
         weights = weights / weights.sum(1, keepdim=True)
-        unit = math.ldexp(1.0, FRACTION_BITS)
-        # Pillow rounds half away from zero; float32 holds the result exactly.
-        return (torch.sign(weights) * (weights.abs() * unit + 0.5).floor() / unit).float()
+        unit = 2.0**FRACTION_BITS
+        weights = torch.sign(weights) * (weights.abs() * unit + 0.5).floor() / unit  # as Pillow rounds them
+        high = (weights * HIGH_PART).floor() / HIGH_PART
+        return high.float(), (weights - high).float()
 
 
-def _rounded(pixels: Tensor) -> Tensor:
-    return (pixels + 0.5).floor().clamp(0, 255)
+def _rounded(high: Tensor, low: Tensor) -> Tensor:
+    """The sum of both parts as a grey level, a half rounded up."""
+    whole = high.floor()
+    return (whole + (high - whole + low + 0.5).floor()).clamp(0, 255)
