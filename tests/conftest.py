@@ -11,6 +11,7 @@ from hypothesis import settings
 pytest_plugins = [
     "support.commands",
     "support.disks",
+    "support.exported",
     "support.hub",
     "support.samples",
 ]  # the fixtures in them
