@@ -129,6 +129,8 @@ class Result:
             lines += [f"confidence, {name}: {words}" for name, words in self.about["confidence"].items()]
         if any(row["metric"] == "mean_map" for row in self.rows):
             lines.append(f"mean map: {MEAN_MAP}")
+        if self.about.get("threshold") == "percentile":
+            lines.append("thresholds of boxes are fractions of each map's 90th percentile")
         if self.left_out:
             lines.append(f"not measured: {self.left_out_words()}")
         if self.skipped:
