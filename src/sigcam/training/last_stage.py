@@ -99,7 +99,7 @@ class LastStage:
         position = [name for name, _ in stage.named_children()].index(net.split.layer.partition(".")[0]) + 1
         for chunk, labels in zip(outputs.views[0].split(CHUNK), outputs.labels.split(CHUNK), strict=True):
             maps = KeptMaps(stage[:position](chunk.to(net.device).float()))
-            rows.append(maps.features.mean((2, 3)).cpu())
+            rows.append(stage[position:-1](maps.features).cpu())
             if backgrounds:
                 shown = classes_of(labels, net.classes).to(net.device)
                 alone.append(background_inputs(net, maps, shown, FitConfig()).cpu())

@@ -32,6 +32,7 @@ from sigcam.network.modules import replace_module, run_model
 from sigcam.network.trace import eval_mode
 from sigcam.training.augmentation import seed_of
 from sigcam.training.background import class_maps, classes_of
+from sigcam.training.feature_reader import HeadInputs
 
 HIDDEN_PATCH, HIDE_RATE = 32, 0.5  # pixels of the input's side; probability (Singh & Lee, 2017, Sec. 3.1, 4)
 ERASING_STEPS, ERASED_ABOVE = (
@@ -157,7 +158,7 @@ def decisive_cells(classifier: Classifier, samples: Samples, progress: Progress 
     none of an image that cannot be read, or whose map is blank."""
     assert isinstance(classifier.transform, Preprocess)
     whole = replace(classifier.transform, resize=None)  # as training views are, before their crop
-    net, done = _attached(classifier), 0
+    net, done = HeadInputs(_attached(classifier)).fast_net, 0
     cells: Tensor | None = None
     for batch in load_batches(samples, whole, batch_size=32):
         if len(batch.images):
