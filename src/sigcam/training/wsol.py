@@ -104,7 +104,7 @@ class HideAndSeek(Trainer):
 
 
 class AdversarialErasing(Trainer):
-    """Training in three steps of equally many epochs. After a step, what the label's map shows as most
+    """Training in three steps of equally many epochs; after a step, what the label's map shows as most
     decisive is erased from each training image for good (Wei et al., CVPR 2017, Sec. 3.1, Alg. 1).
 
     The paper begins each step with a new network and merges the regions of all; an ordinary classifier is one
@@ -248,7 +248,7 @@ def attention_dropped(features: Tensor) -> Tensor:
 
 class Tap(Trainer):
     """Global average pooling becomes the mean over each channel's cells above 0.1 of its maximum, in training
-    and ever after: the weights say so (Bae et al., ECCV 2020, Sec. 3.2).
+    and ever after (Bae et al., ECCV 2020, Sec. 3.2).
 
     Grad-CAM of such a network is w F of the head's weights w, the paper's map: the gradients of a channel's
     cells add up to its weight. The paper's clamping is `clamp`, its percentile `--threshold percentile`.
