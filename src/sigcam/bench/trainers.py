@@ -35,7 +35,7 @@ from sigcam.training.wsol import WSOL
 
 PLAIN = "plain training"
 STAGES_TRAINED = {"embedded": StageConfig("blocks.6", epochs=6), RESNET: LAST_STAGES[RESNET]}
-METRICS = ("max_box_acc_v2", "gt_known_loc", "top1_cls")
+COMPARED = ("max_box_acc_v2", "gt_known_loc", "top1_cls")
 
 
 def trainers(plan: Plan, progress: Progress) -> list[BenchRow]:
@@ -96,7 +96,7 @@ def _evaluate(plan: Plan, net: DualBranch, samples: Samples, name: str | None, p
     """Measure the maps of both heads: CAM where the head averages, else Grad-CAM, whose weights are the same;
     of plain training both, to compare with."""
     methods = ["cam"] if net.linear else ["grad-cam"]
-    settings: Any = MAP_VARIANTS | {"branches": ("softmax", "sigmoid"), "metrics": METRICS}
+    settings: Any = MAP_VARIANTS | {"branches": ("softmax", "sigmoid"), "metrics": COMPARED}
     settings |= {"skip_unreadable": plan.skip_unreadable, "workers": plan.workers, "intervals": True}
     return evaluate(
         net,

@@ -216,7 +216,7 @@ def _optimizer(
     trained: dict[str, int],
     fast: set[str],
     config: TrainConfig,
-    more: Sequence[nn.Parameter],
+    more: Sequence[nn.Parameter] = (),
 ) -> SGD:
     """Return the optimiser of the trained parameters and of `more`, which learn as fast as the last stage."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if name in trained]
