@@ -182,8 +182,9 @@ class Acol(Trainer):
     map of the label, stretched to 0 to 1, is above 0.6 (Zhang et al., CVPR 2018, Sec. 3.2).
 
     The network's own head is the mean of both throughout, and half their difference is the trainer's: the
-    mean of two linear heads is a linear head, whose map is the mean of theirs. The paper gives each head
-    convolutions of its own and takes the higher of both maps.
+    mean of two linear heads is a linear head, whose map is the mean of theirs. Steps on these are steps on
+    both heads of twice the length. The paper gives each head convolutions of its own and takes the higher of
+    both maps.
     """
 
     def __init__(self, classifier: Classifier) -> None:
