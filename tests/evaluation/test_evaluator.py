@@ -384,6 +384,9 @@ def test_thresholds_of_a_percentile_are_those_of_the_metrics_by_hand(
     assert any("90th percentile" in line for line in result.remarks())
     usual = evaluate(net, samples, metrics=["energy_in_box"], **settings)
     assert usual.value("energy_in_box") == result.value("energy_in_box")  # which has no threshold
+    refuses(lambda: evaluate(net, samples, val=result, **settings), "kind of threshold")
+    with pytest.raises(DataError, match="use one kind for both"):
+        M.without_peeking(by_hand["max_box_acc_v2"], M.MaxBoxAccV2())
     refuses(lambda: evaluate(net, samples, threshold="percentile", metrics=["pxap"]), "is for boxes")
     refuses(lambda: evaluate(net, samples, threshold="mean", **settings), "maximum or a percentile")
 

@@ -262,7 +262,7 @@ def test_a_trained_classifier_is_loaded_attached_fitted_and_explained(
         {"avgpool.tap_threshold"} if name == "tap" else set()
     )
     net = sigcam.attach(loaded.model, transform=loaded.transform)
-    sigcam.fit(net, train, sigcam.FitConfig(l2=0.1, background=0.0))
+    sigcam.fit(net, train, sigcam.FitConfig(l2=0.1))
     assert sigcam.explain(net, images, "grad-cam").maps.shape == (2, 64, 64)
 
 

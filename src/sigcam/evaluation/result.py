@@ -170,11 +170,11 @@ def metric_rows(key: MetricKey, metric: ImageMetric, *, images: int, val: Result
     rows += _rows_at(key, metric.at(fixed), images, "fixed", fixed)
     if val is not None:
         other = val.metrics.get(key)
-        if not isinstance(other, BoxAccuracy):
+        if not isinstance(other, BoxAccuracy) or other.percentile != metric.percentile:
             variant = " ".join(str(part) for part in (key.method, key.branch) if part)
             raise DataError(
                 f"the validation result has no {key.metric} of {variant}: evaluate the same methods, "
-                "branches and metrics there."
+                "branches, metrics and kind of threshold there."
             )
         transferred = other.best_threshold()
         rows += _rows_at(key, metric.at(transferred), images, "transferred", transferred)

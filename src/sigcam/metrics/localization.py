@@ -58,6 +58,8 @@ def without_peeking(
     if type(test) is not type(val):
         kinds = f"{type(test).__name__} and {type(val).__name__}"
         raise ConfigError(f"thresholds of {kinds} cannot be compared: use one metric for both.")
+    if test.percentile != val.percentile:
+        raise ConfigError("thresholds of a percentile and others cannot be compared: use one kind for both.")
     columns = {
         "oracle": test.accuracy_at(test.best_threshold()),
         "transferred": test.accuracy_at(val.best_threshold()),
