@@ -19,6 +19,7 @@ from sigcam.cli.app import build_app
 from sigcam.data.registry import READERS
 from sigcam.evaluation.registry import METRICS
 from sigcam.methods.registry import METHODS, Method
+from sigcam.training.wsol import WSOL
 
 DOCS = Path(__file__).parents[1] / "docs"
 LIST = re.compile(r"<!-- list: (\w+) -->\n.*?<!-- end -->", re.S)
@@ -124,6 +125,12 @@ def _default(param: Any) -> str:
     return "" if value is None or value is False or value == "" or callable(value) else f"`{value}`"
 
 
+def trainers() -> str:
+    """Return every trainer of weakly supervised localisation, and what it changes."""
+    firsts = ((inspect.getdoc(each) or "").split("\n\n")[0] for each in WSOL.values())
+    return table(("`--wsol`", "training"), [(f"`{name}`", t) for name, t in zip(WSOL, firsts, strict=True)])
+
+
 def _first_sentence(documented: Any) -> str:
     """Return the first sentence of a docstring."""
     text = " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
@@ -136,6 +143,7 @@ LISTS: dict[str, Callable[[], str]] = {
     "metrics": metrics,
     "readers": readers,
     "tables": tables,
+    "trainers": trainers,
 }
 
 if __name__ == "__main__":

@@ -450,6 +450,7 @@ ROWS: dict[str, dict[str, Callable[[World], None] | None]] = {
         "clamps": set_to(clamps=(False,)),
         "classes of maps": set_to(class_from="predicted"),
         "batch size": set_to(batch_size=4),
+        "threshold": set_to(threshold="percentile"),
         **SOFTWARE,
     },
     "fit, fast": {  # a linear head is solved for, whatever the branch starts from
@@ -495,6 +496,7 @@ ROWS: dict[str, dict[str, Callable[[World], None] | None]] = {
         "images of the validation": fewer_val_images,
         "learning rate": set_to(lr=0.02),
         "seed": set_to(seed=1),
+        "trainer": set_to(wsol="has"),
         **SOFTWARE,
     },
     "bench": {

@@ -368,6 +368,29 @@ def test_nonsense_is_refused_before_anything_is_drawn(net: DualBranch, samples: 
     refuses(lambda: evaluate(net, samples), "transform")
 
 
+def test_thresholds_of_a_percentile_are_those_of_the_metrics_by_hand(
+    net: DualBranch, samples: Samples
+) -> None:
+    images, labels = tensors(samples), torch.tensor([item.label for item in samples])
+    maps = sigcam.explain(net, images, "grad-cam", branch="softmax", classes=labels, clamp=True).maps
+    by_hand = {"max_box_acc_v2": M.MaxBoxAccV2(percentile=90), "gt_known_loc": M.GTKnownLoc(percentile=90)}
+    for metric in by_hand.values():
+        metric.update(maps, boxes(samples))
+    settings: dict[str, Any] = {"methods": ["grad-cam"], "branches": ["softmax"], "clamps": [True]}
+    result = evaluate(net, samples, threshold="percentile", metrics=[*by_hand, "energy_in_box"], **settings)
+    assert result.value("max_box_acc_v2") == float(by_hand["max_box_acc_v2"].compute()["max_box_acc_v2"])
+    assert result.value("gt_known_loc") == float(by_hand["gt_known_loc"].compute())
+    assert result.about["threshold"] == "percentile"
+    assert any("90th percentile" in line for line in result.remarks())
+    usual = evaluate(net, samples, metrics=["energy_in_box"], **settings)
+    assert usual.value("energy_in_box") == result.value("energy_in_box")  # which has no threshold
+    refuses(lambda: evaluate(net, samples, val=result, **settings), "kind of threshold")
+    with pytest.raises(DataError, match="use one kind for both"):
+        M.without_peeking(by_hand["max_box_acc_v2"], M.MaxBoxAccV2())
+    refuses(lambda: evaluate(net, samples, threshold="percentile", metrics=["pxap"]), "is for boxes")
+    refuses(lambda: evaluate(net, samples, threshold="mean", **settings), "maximum or a percentile")
+
+
 def test_an_unfitted_branch_does_not_score(samples: Samples) -> None:
     net = prepared(Gap())
     net.fitted = False

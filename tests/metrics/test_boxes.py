@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sigcam.core.errors import DataError
-from sigcam.metrics.boxes import THRESHOLDS, Mode, best_ious, boxes_at, foreground, scaled_boxes
+from sigcam.metrics.boxes import (
+    THRESHOLDS,
+    Mode,
+    best_ious,
+    boxes_at,
+    cut_at_percentile,
+    foreground,
+    scaled_boxes,
+)
 from sigcam.metrics.contours import contours
 from support.oracles import contour_boxes, iou_matrix, largest_box
 
@@ -439,3 +447,26 @@ def test_as_many_boxes_and_ids_as_maps_are_needed() -> None:
         best_ious(torch.rand(2, 6, 8), [one])
     with pytest.raises(DataError, match="2 maps but 1 ids"):
         best_ious(torch.rand(2, 6, 8), [one, one], ids=["a.jpg"])
+
+
+# --- percentiles ---
+
+
+@pytest.mark.parametrize("percentile", [50.0, 90.0, 100.0])
+def test_a_threshold_of_a_percentile_is_a_fraction_of_the_value_that_sorting_finds(percentile: float) -> None:
+    maps = torch.rand(4, 11, 11, generator=torch.Generator().manual_seed(0)) * 0.7
+    cut = cut_at_percentile(maps, percentile)
+    for i in range(4):
+        ordered = sorted(maps[i].flatten().tolist())
+        place = percentile / 100 * (len(ordered) - 1)  # a whole number for these sizes
+        value = ordered[round(place)]
+        for threshold in (0.1, 0.35, 0.8):
+            assert torch.equal(cut[i] > threshold, maps[i] > np.float32(threshold * value))
+    assert float(cut.max()) == 1 and float(cut.min()) >= 0
+
+
+def test_maps_without_a_percentile_keep_their_maximum() -> None:
+    maps = torch.zeros(2, 10, 10)
+    maps[0, 2, 3], maps[0, 2, 4] = 0.5, 0.25
+    cut = cut_at_percentile(maps, 90)
+    assert float(cut[0, 2, 3]) == 1 and float(cut[0, 2, 4]) == 0.5 and not bool(cut[1].any())

@@ -652,3 +652,22 @@ def test_metrics_need_nothing_of_the_rest_of_the_library():
         "sigcam.core.errors",
         "sigcam.core.memory",
     }
+
+
+def test_a_percentile_finds_what_one_hot_pixel_hides_and_100_is_the_maximum() -> None:
+    maps = torch.zeros(1, 40, 40)
+    maps[0, 8:28, 10:30], maps[0, 12, 12] = 0.15, 1.0
+    truth = [torch.tensor([[10, 8, 29, 27]])]
+    for make in (GTKnownLoc, MaxBoxAccV2):
+        by_maximum, by_90, by_100 = make(), make(percentile=90), make(percentile=100)
+        for metric in (by_maximum, by_90, by_100):
+            metric.update(maps, truth)
+        assert torch.equal(by_100.counts, by_maximum.counts)
+    located = GTKnownLoc(), GTKnownLoc(percentile=90)
+    for metric in located:
+        metric.update(maps, truth)
+    assert [float(metric.compute()) for metric in located] == [0.0, 100.0]
+    with pytest.raises(ConfigError, match="cannot add the states"):
+        located[0].merge_state(located[1])
+    with pytest.raises(ConfigError, match="a percentile is above 0 and at most 100"):
+        MaxBoxAccV2(percentile=0)

@@ -29,6 +29,7 @@ from sigcam.models.state_dict import fingerprint
 from sigcam.models.wsol import WSOL_BACKBONES
 from sigcam.training import classifier as classifying
 from sigcam.training.classifier import TrainResult, train_classifier
+from sigcam.training.wsol import Trainer
 
 NET = """
 import torch
@@ -215,7 +216,7 @@ def test_one_step_is_nesterov_sgd_with_weight_decay_in_two_groups(place: Path):
     optimizer = classifying._optimizer(model, names, {"fc.weight", "fc.bias"}, config)
     for group in optimizer.param_groups:
         group["lr"] = config.lr * group["ratio"]
-    loss, _ = classifying._step(model, optimizer, images, labels, classes=2, autocast=False)
+    loss, _ = classifying._step(Trainer(classifier), optimizer, images, labels, classes=2, autocast=False)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         pull = parameter.grad + 0.01 * before[name]  # the first step's momentum is the gradient itself

@@ -66,6 +66,19 @@ def test_both_parts_in_turn_are_the_papers_networks(name: str, first: str) -> No
     assert len(before) + len(list(stage.parameters())) == len(list(model.parameters()))
 
 
+def test_a_sequential_is_cut_in_two() -> None:
+    model = small_classifier().model
+    frozen, stage = split_children(model, "stage.1")
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(stage(frozen(images)), model(images))
+        assert torch.equal(frozen(images), model.stage[0](model.stem(images)))  # type: ignore[operator,index,union-attr]
+    assert [name for name, _ in stage.named_children()] == ["stage", "avgpool", "flatten", "fc"]
+    for first in ("stage.7", "fc.1"):
+        with pytest.raises(ModelError, match="is none of the modules after the first"):
+            split_children(model, first)
+
+
 def test_the_head_gets_what_it_gets_from_the_images(train: Samples, tmp_path: Path) -> None:
     classifier = small_classifier()
     last = LastStage(classifier, "stage")

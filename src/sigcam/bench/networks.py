@@ -139,7 +139,7 @@ class _Opened:
     def load(self, file: Path, optimize: bool = False) -> DualBranch:
         """Return a stored branch beside the classifier, or beside a faster copy of it."""
         model = self.classifier.model
-        with _stored(file):
+        with stored(file):
             if optimize and next(model.parameters()).device.type == "cpu":
                 with suppress(AttachError):  # the model cannot be copied
                     return load(file, model, optimize=True, **self.known)
@@ -153,9 +153,9 @@ def _open(plan: Plan, dataset: str, progress: Progress) -> _Opened:
         train = plan.train_samples(dataset, plan.train_images)
         weights = given or _packaged(plan)
         classifier = open_classifier(plan.backbone, weights, crop=False, device=plan.device)
-        folder = _folder(plan, f"{dataset}-given", train, classifier, None)
+        folder = models_folder(plan, f"{dataset}-given", train, classifier, None)
         return _Opened(classifier, train, folder, given=True)
-    return _Opened(*_trained(plan, dataset, progress), given=False)
+    return _Opened(*trained_classifier(plan, dataset, progress), given=False)
 
 
 def _fitted(plan: Plan, opened: _Opened, branch_fit: BranchFit, progress: Progress) -> Path | None:
@@ -197,7 +197,7 @@ def _fitted(plan: Plan, opened: _Opened, branch_fit: BranchFit, progress: Progre
     return file
 
 
-def _trained(plan: Plan, dataset: str, progress: Progress) -> tuple[Classifier, Samples, Path]:
+def trained_classifier(plan: Plan, dataset: str, progress: Progress) -> tuple[Classifier, Samples, Path]:
     """Return a classifier trained on the data set, its training samples, and its folder."""
     train = plan.train_samples(dataset, plan.train_images)
     size: Any = {"crop": False, "device": plan.device, "classes": len(train.classes), "pretrained": False}
@@ -206,14 +206,14 @@ def _trained(plan: Plan, dataset: str, progress: Progress) -> tuple[Classifier, 
         recipe = asdict(LAST_STAGES[plan.backbone])
     untrained = untrained_classifier(plan, len(train.classes))
     name = f"{dataset}-{plan.classifier_recipe}"
-    folder = _folder(plan, name, train, untrained, [plan.classifier_recipe, recipe, plan.seed])
+    folder = models_folder(plan, name, train, untrained, [plan.classifier_recipe, recipe, plan.seed])
     weights = folder / "classifier.safetensors"
     if not weights.is_file() and rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         with single_process():
             _train(plan, dataset, untrained, train, weights, progress)
     barrier()
-    with _stored(weights):
+    with stored(weights):
         return open_classifier(plan.backbone, weights, **size), train, folder
 
 
@@ -237,7 +237,7 @@ def _packaged(plan: Plan) -> Path | None:
     return imagenet_weights(plan.backbone)[1] if plan.backbone in LAST_STAGES else None
 
 
-def _folder(plan: Plan, name: str, train: Samples, classifier: Classifier, settings: Any) -> Path:
+def models_folder(plan: Plan, name: str, train: Samples, classifier: Classifier, settings: Any) -> Path:
     """Return the folder of a classifier, named by everything that it and its branches depend on."""
     facts = [classifier_facts(classifier), classifier.classes, settings]
     facts += [data_fingerprint(train), files_fingerprint(train)]
@@ -245,7 +245,7 @@ def _folder(plan: Plan, name: str, train: Samples, classifier: Classifier, setti
 
 
 @contextmanager
-def _stored(file: Path) -> Iterator[None]:
+def stored(file: Path) -> Iterator[None]:
     """Add to an error how to recover from a stored file that cannot be read."""
     try:
         yield
@@ -260,7 +260,7 @@ def _train(
     checkpoint = weights.with_name("checkpoint.pt")
     if plan.classifier_recipe == "last-stage" and plan.backbone != VGG:
         # which begins with the probe: a random head would disturb the features
-        classifier = _trained(replace(plan, classifier_recipe="probe"), dataset, progress)[0]
+        classifier = trained_classifier(replace(plan, classifier_recipe="probe"), dataset, progress)[0]
     if plan.backbone in LAST_STAGES:
         recipe = LAST_STAGES[plan.backbone]
         last = LastStage(classifier, recipe.first)

@@ -147,6 +147,19 @@ TABLES: dict[str, TableSpec] = {
         "sigcam.bench.tables:stages",
         FINE_DATASETS,
     ),
+    "trainers": TableSpec(
+        "Trainers of weakly supervised localisation",
+        "the last stage trained plainly and by each trainer of `--wsol`, from one linear probe with one "
+        "recipe, on the first available of `cub` and `cars`: CAM of both heads, against plain training",
+        "sigcam.bench.trainers:trainers",
+        FINE_DATASETS,
+        (*_BOX_COLUMNS[:2], "top1_cls"),
+        f"{_LOCALIZATION_NOTE} The difference beside plain training is that of the same map on the same "
+        "images, with its paired interval. The authors of each trainer report better localisation than by "
+        "plain training. Maps of tap are Grad-CAM, which has the weights of CAM, and are compared with "
+        "Grad-CAM of plain training.",
+        in_all=False,
+    ),
     "vgg16": _other_classifier(
         "The paper's VGG-16 for CAM",
         "the paper's VGG-16 for CAM with published convolutions, its `conv6` and `fc` trained on `cub`, "

@@ -10,7 +10,7 @@ from typing import Any
 from PIL import Image
 
 from sigcam.bench.agreement import agreement, agreement_words
-from sigcam.bench.paper import BenchRow, published_overhead, published_value, row_name
+from sigcam.bench.paper import HEADS, BenchRow, published_overhead, published_value, row_name
 from sigcam.bench.plan import Plan
 from sigcam.bench.registry import TABLES
 from sigcam.core.files import write_text_atomic
@@ -204,7 +204,7 @@ def _table_foot(table: str, rows: Sequence[BenchRow]) -> str:
     counts = (f"{row['dataset']}: {row['images']}{purpose['average_drop' in row]}" for row in rows)
     networks = (f"{row['backbone']}, {row['classifier']}" for row in rows)
     strongest = ""
-    if any(row.get("versus") for row in rows):
+    if any(row.get("versus") and row["branch"] not in HEADS for row in rows):
         strongest = (
             " Maps of branches with background have the difference from the strongest of the other heads' "
             "maps in the same column, which is named."

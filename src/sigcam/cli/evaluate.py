@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -48,6 +48,9 @@ class EvaluateOptions(
     zoom: float = option("Draw maps from images enlarged by this factor: finer, slower.", 1.0)
     metrics: str | None = option("Metrics, comma-separated: max_box_acc_v2,pxap, ....", None)
     scorer: str = option("Heads that score confidence: softmax,sigmoid,branch or some of them.", "softmax")
+    threshold: Literal["maximum", "percentile"] = option(
+        "Thresholds of boxes are fractions of each map's maximum, or of its 90th percentile.", "maximum"
+    )
     val_split: str | None = option("Also choose thresholds on this split.", None)
     limit: int | None = option("Number of images: the first N only.", None, min=1)
     intervals: bool = option("Also give 95 % bootstrap intervals.", False)
@@ -117,6 +120,7 @@ def _evaluate_folder(options: EvaluateOptions, maps: Path, progress: Progress) -
         maps,
         samples[: o.limit],
         metrics=_words(o.metrics),
+        threshold=o.threshold,
         intervals=o.intervals,
         extra=o.limit is not None,
         progress=progress,
@@ -160,6 +164,7 @@ def _evaluate_network(options: EvaluateOptions, progress: Progress) -> tuple[Dua
         "branches": branches,
         "scales": _words(o.scales) or ["unit"],
         "zoom": o.zoom,
+        "threshold": o.threshold,
         "batch_size": o.batch_size,
         "workers": o.workers,
         "scorers": _words(o.scorer) or ["softmax"],

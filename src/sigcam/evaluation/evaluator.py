@@ -17,7 +17,7 @@ from sigcam.data.maps import find_maps, open_map, same_shape
 from sigcam.data.sample import Sample, Samples, data_fingerprint, match_classes, name_classes
 from sigcam.evaluation.batch import SCORERS, BatchEvaluator, ClassFrom, MapScale, Scorer, Variant
 from sigcam.evaluation.metric_table import EvalCheckpoint, MetricTable, evaluation_facts
-from sigcam.evaluation.registry import BatchRecord, boxes_for, choose_metrics, mask_for
+from sigcam.evaluation.registry import BatchRecord, Threshold, boxes_for, choose_metrics, mask_for
 from sigcam.evaluation.result import Result
 from sigcam.methods.registry import METHODS, MapConfig, method_name
 from sigcam.methods.targets import Branch
@@ -40,6 +40,7 @@ def evaluate(
     others: Mapping[str, DualBranch] | None = None,
     zoom: float = 1.0,
     curve_steps: int = 224,
+    threshold: Threshold = "maximum",
     val: Result | None = None,
     intervals: bool = False,
     transform: Callable[[Image.Image], Tensor] | None = None,
@@ -68,6 +69,8 @@ def evaluate(
             network's own; each is one more branch of the result.
         zoom: factor by which images are enlarged to draw finer maps, as for `explain`.
         curve_steps: steps of insertion and deletion; RISE has 224.
+        threshold: what the thresholds of boxes are fractions of: each map's "maximum" (the protocol) or its
+            90th "percentile" (Bae et al., 2020).
         val: result of the same evaluation on a validation split; adds accuracies at its best thresholds.
         intervals: add bootstrap intervals over images.
         transform: turns an image into a (3, H, W) tensor, without cropping; `net.transform` by default.
@@ -79,7 +82,10 @@ def evaluate(
     transform = _check_arguments(net, transform, scorers, class_from, batch_size)
     _check_others(net, others)
     net = net.for_many(len(samples))
-    specs, left_out = choose_metrics(metrics, samples, network=True, maps_of_labels=class_from == "label")
+    by_label = class_from == "label"
+    specs, left_out = choose_metrics(
+        metrics, samples, network=True, maps_of_labels=by_label, threshold=threshold
+    )
     scorers = tuple(dict.fromkeys(scorers))
     evaluator = BatchEvaluator(net, specs, class_from, scorers, zoom, others, curve_steps)
     samples = _prepare_samples(samples, evaluator, transform)
@@ -98,6 +104,7 @@ def evaluate(
         batch_size,
         skip_unreadable,
         curve_steps,
+        threshold,
     )
     facts = path and [evaluation_facts(net, samples, transform, others), options]
     checkpoint = EvalCheckpoint(path, facts, table)
@@ -120,7 +127,8 @@ def evaluate(
             progress("maps", done, len(local))
 
     skipped = [pair for part in all_gather(skipped) for pair in part]
-    result = table.result(left_out, skipped, _about(evaluator, samples, transform, skipped), val)
+    about = {**_about(evaluator, samples, transform, skipped), "threshold": threshold}
+    result = table.result(left_out, skipped, about, val)
     checkpoint.remove()
     return result
 
@@ -130,6 +138,7 @@ def evaluate_maps(
     samples: Samples | Sequence[Sample],
     *,
     metrics: Sequence[str] | None = None,
+    threshold: Threshold = "maximum",
     val: Result | None = None,
     intervals: bool = False,
     extra: bool = False,
@@ -142,10 +151,13 @@ def evaluate_maps(
     224 x 224. Images are opened only if the data does not give their size.
 
     Args:
-        metrics, val, intervals, progress: as for `evaluate`; confidence needs a network and is left out.
+        metrics, threshold, val, intervals, progress: as for `evaluate`; confidence needs a network and is
+            left out.
         extra: allow maps that belong to no sample.
     """
-    specs, left_out = choose_metrics(metrics, samples, network=False, maps_of_labels=False)
+    specs, left_out = choose_metrics(
+        metrics, samples, network=False, maps_of_labels=False, threshold=threshold
+    )
     files = find_maps(folder, [sample.id for sample in samples], extra=extra)
     variant = Variant("maps")
     table = MetricTable(specs, [variant], (), intervals)
@@ -170,6 +182,7 @@ def evaluate_maps(
     about = {
         "images": len(samples),
         "data_fingerprint": data_fingerprint(_as_samples(samples)),
+        "threshold": threshold,
         "map_sizes": sorted(set[str]().union(*all_gather(sizes))),
     }
     return table.result(left_out, (), about, val)

@@ -12,11 +12,11 @@ from sigcam.core.types import Progress
 from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples, match_classes
 from sigcam.evaluation.batch import BatchEvaluator, ClassFrom, Variant
-from sigcam.evaluation.registry import METRICS, BatchRecord
+from sigcam.evaluation.registry import METRICS, PERCENTILE, BatchRecord
 from sigcam.evaluation.result import FIXED, Result
 from sigcam.methods.postprocess import disagreement
 from sigcam.metrics.base import relative_drop
-from sigcam.metrics.boxes import largest_box_ious, to_levels
+from sigcam.metrics.boxes import cut_at_percentile, largest_box_ious, to_levels
 from sigcam.network.dual import DualBranch
 
 MIN_EXAMPLES, MAX_EXAMPLES = 48, 200  # images
@@ -81,6 +81,7 @@ def collect_examples(
     specs = {name: METRICS[name] for name in ("gt_known_loc" if boxed else "average_drop",)}
     class_from: ClassFrom = result.about["class_from"] if labelled else "predicted"
     evaluator = BatchEvaluator(net, specs, class_from, ("softmax",), result.about["zoom"])
+    percentile = PERCENTILE if result.about.get("threshold") == "percentile" else None
     variants = _first_method(result)
     generator = torch.Generator().manual_seed(seed)
     count = min(max(MIN_EXAMPLES, len(samples) // SHARE), MAX_EXAMPLES)
@@ -90,16 +91,22 @@ def collect_examples(
     for batch in load_batches(subset, net.transform, batch_size=batch_size, workers=workers):
         if batch.indices:
             records = evaluator.records(batch, [subset[i] for i in batch.indices], variants)
-            examples += _measured([chosen[i] for i in batch.indices], dict(records), variants, net.fitted)
+            drawn = dict(records)
+            examples += _measured([chosen[i] for i in batch.indices], drawn, variants, net.fitted, percentile)
         progress("report", len(examples), len(subset))
     return Examples(net, samples, variants, labelled, boxed, tuple(examples))
 
 
 def _measured(
-    indices: Sequence[int], records: Mapping[Variant, BatchRecord], variants: Sequence[Variant], fitted: bool
+    indices: Sequence[int],
+    records: Mapping[Variant, BatchRecord],
+    variants: Sequence[Variant],
+    fitted: bool,
+    percentile: float | None,
 ) -> Iterator[Example]:
     """Yield the examples of a batch, from what its metrics are updated with."""
-    drawn, pair = [_Drawn.of(records[variant]) for variant in variants], compared(variants)
+    drawn = [_Drawn.of(records[variant], percentile) for variant in variants]
+    pair = compared(variants)
     record = records[variants[0]]
     assert record.predicted is not None and record.confidence is not None
     for i, index in enumerate(indices):
@@ -127,13 +134,14 @@ class _Drawn(NamedTuple):
     drops: list[float]
 
     @staticmethod
-    def of(record: BatchRecord) -> "_Drawn":
+    def of(record: BatchRecord, percentile: float | None) -> "_Drawn":
         maps = record.maps if record.boxes else record.predicted_maps
         assert maps is not None
         truth = torch.cat([torch.zeros(0, 4, dtype=torch.int64), *record.boxes])
         counts = torch.tensor([len(boxes) for boxes in record.boxes], dtype=torch.int64)
         image = torch.arange(len(counts)).repeat_interleave(counts)
-        boxes, ious = largest_box_ious(maps, truth, image, FIXED)
+        cut = maps if percentile is None else cut_at_percentile(maps, percentile)
+        boxes, ious = largest_box_ious(cut, truth, image, FIXED)
         best = [float(each.max()) for each in ious.split(counts.tolist())] if record.boxes else []
         scores = [score.double() for score in record.scores.get("softmax", ())]
         return _Drawn(maps, boxes, best, relative_drop(*scores).tolist() if scores else [])

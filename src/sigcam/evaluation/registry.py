@@ -1,9 +1,9 @@
 """Registry of metrics: the annotations each one needs and how a batch updates it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from sigcam.metrics.base import ImageMetric
 from sigcam.metrics.boxes import scaled_boxes
 
 Need = Literal["boxes", "masks", "labels", "a network"]
+Threshold = Literal["maximum", "percentile"]  # what the thresholds of boxes are fractions of
+PERCENTILE = 90.0  # of a map, instead of its maximum (Bae et al., 2020, Sec. 3.4)
 _ANNOTATIONS = {"boxes": "boxes", "masks": "open_mask", "labels": "label"}  # need -> field of a Sample
 
 
@@ -51,6 +53,7 @@ class MetricSpec:
     # The part of `BatchRecord` that must be computed; "correct" is measured once, without maps.
     uses: Literal["maps", "absent_maps", "predicted_maps", "scores", "curves", "correct"] = "maps"
     measured: Literal["always", "with several boxes", "on request"] = "always"  # if no metrics are named
+    relative: bool = False  # whether its thresholds are fractions of a map's maximum, or of its percentile
     title: str = ""  # heading in tables; by default the metric's name in words
     unit: str = "%"  # of the value
     numbers: tuple[str, ...] = ()  # names of the values, if `compute` returns a dict
@@ -75,6 +78,10 @@ class MetricSpec:
         keeps_rows = isinstance(self.metric_class, type) and issubclass(self.metric_class, ImageMetric)
         return self.make(intervals=intervals) if keeps_rows else self.make()
 
+    def by_percentile(self) -> "MetricSpec":
+        """The same metric with thresholds that are fractions of each map's 90th percentile."""
+        return replace(self, make=partial(self.make, percentile=PERCENTILE))
+
     def update(self, metric: Any, batch: BatchRecord, scorer: str | None) -> None:
         """Update a metric with a batch."""
         ids = {"ids": batch.ids} if isinstance(metric, ImageMetric) else {}
@@ -82,7 +89,8 @@ class MetricSpec:
 
 
 _boxed = partial(MetricSpec, inputs=lambda batch, _: (batch.maps, batch.boxes), needs=("boxes",))
-_boxed_correct = partial(MetricSpec, needs=("boxes", "labels", "a network"))
+_located = partial(_boxed, relative=True)
+_boxed_correct = partial(MetricSpec, needs=("boxes", "labels", "a network"), relative=True)
 _networked = partial(MetricSpec, needs=("a network",))
 _scored = partial(_networked, inputs=lambda batch, scorer: batch.scores[scorer], uses="scores")
 _on_curve = partial(_networked, uses="curves", measured="on request")
@@ -93,12 +101,12 @@ def _top(k: int) -> Callable[[BatchRecord, Any], tuple[Any, ...]]:
 
 
 METRICS: dict[str, MetricSpec] = {
-    "max_box_acc_v2": _boxed(
+    "max_box_acc_v2": _located(
         metrics.MaxBoxAccV2, numbers=("max_box_acc_v2", "max_box_acc_30", "max_box_acc_50", "max_box_acc_70")
     ),
-    "max_box_acc": _boxed(metrics.MaxBoxAcc, measured="on request"),
-    "gt_known_loc": _boxed(metrics.GTKnownLoc),
-    "gt_known_loc_first": _boxed(partial(metrics.GTKnownLoc, boxes="first"), measured="with several boxes"),
+    "max_box_acc": _located(metrics.MaxBoxAcc, measured="on request"),
+    "gt_known_loc": _located(metrics.GTKnownLoc),
+    "gt_known_loc_first": _located(partial(metrics.GTKnownLoc, boxes="first"), measured="with several boxes"),
     "top1_loc": _boxed_correct(metrics.Top1Loc, _top(1)),
     "top1_loc_first": _boxed_correct(
         partial(metrics.Top1Loc, boxes="first"), _top(1), measured="with several boxes"
@@ -148,7 +156,12 @@ def number_title(number: str) -> str:
 
 
 def choose_metrics(
-    names: Iterable[str] | None, samples: Sequence[Sample], *, network: bool, maps_of_labels: bool
+    names: Iterable[str] | None,
+    samples: Sequence[Sample],
+    *,
+    network: bool,
+    maps_of_labels: bool,
+    threshold: Threshold = "maximum",
 ) -> tuple[dict[str, MetricSpec], list[tuple[str, str]]]:
     """The metrics that the samples have annotations for, and (name, reason) of those left out.
 
@@ -156,7 +169,10 @@ def choose_metrics(
         names: the metrics to measure; None for all that are usual.
         network: whether there is a network, or only maps.
         maps_of_labels: whether maps are of the labels' classes.
+        threshold: what the thresholds of boxes are fractions of.
     """
+    if threshold not in get_args(Threshold):
+        raise ConfigError(f"thresholds are of the maximum or a percentile, not {threshold!r}.")
     if not len(samples):
         raise DataError("there are no samples to evaluate.")
     if isinstance(names, str):
@@ -188,7 +204,9 @@ def choose_metrics(
                 "remove the image from the data, or leave the metric out."
             )
         else:
-            chosen[name] = spec
+            chosen[name] = spec.by_percentile() if threshold == "percentile" and spec.relative else spec
+    if threshold == "percentile" and not any(spec.relative for spec in chosen.values()):
+        raise ConfigError("threshold percentile is for boxes: measure max_box_acc_v2 or gt_known_loc, say.")
     if not chosen:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out)
         raise DataError(f"nothing can be measured on these {len(samples)} images. {reasons}.")

@@ -129,6 +129,8 @@ class Result:
             lines += [f"confidence, {name}: {words}" for name, words in self.about["confidence"].items()]
         if any(row["metric"] == "mean_map" for row in self.rows):
             lines.append(f"mean map: {MEAN_MAP}")
+        if self.about.get("threshold") == "percentile":
+            lines.append("thresholds of boxes are fractions of each map's 90th percentile")
         if self.left_out:
             lines.append(f"not measured: {self.left_out_words()}")
         if self.skipped:
@@ -168,11 +170,11 @@ def metric_rows(key: MetricKey, metric: ImageMetric, *, images: int, val: Result
     rows += _rows_at(key, metric.at(fixed), images, "fixed", fixed)
     if val is not None:
         other = val.metrics.get(key)
-        if not isinstance(other, BoxAccuracy):
+        if not isinstance(other, BoxAccuracy) or other.percentile != metric.percentile:
             variant = " ".join(str(part) for part in (key.method, key.branch) if part)
             raise DataError(
                 f"the validation result has no {key.metric} of {variant}: evaluate the same methods, "
-                "branches and metrics there."
+                "branches, metrics and kind of threshold there."
             )
         transferred = other.best_threshold()
         rows += _rows_at(key, metric.at(transferred), images, "transferred", transferred)

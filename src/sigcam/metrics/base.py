@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from sigcam.core.errors import ConfigError, DataError
-from sigcam.metrics.boxes import THRESHOLDS, Mode, best_ious, check_boxes
+from sigcam.metrics.boxes import THRESHOLDS, Mode, best_ious, check_boxes, cut_at_percentile
 
 Value = Tensor | dict[str, Tensor]
 Ids = Sequence[str] | None
@@ -157,16 +157,28 @@ class ImageMetric(Metric):
 
 
 class BoxAccuracy(ImageMetric):
-    """Base class for the share of images with a box at IoU 0.3, 0.5, 0.7 and each of 1001 thresholds."""
+    """Base class for the share of images with a box at IoU 0.3, 0.5, 0.7 and each of 1001 thresholds.
+
+    Args:
+        percentile: thresholds are fractions of this percentile of each map; None for its maximum.
+    """
 
     value_shape = (len(IOUS), len(THRESHOLDS))
     contours: ClassVar[Mode]  # whose boxes count
     chosen: Tensor | None = None  # index of the threshold to compute at; None for the best
 
+    def __init__(
+        self, *, percentile: float | None = None, intervals: bool = False, setting: str = "", **kwargs: Any
+    ) -> None:
+        setting += "" if percentile is None else f"_percentile_{percentile:g}"
+        super().__init__(intervals=intervals, setting=setting, **kwargs)
+        self.percentile = checked_percentile(percentile)
+
     def update(self, maps: Tensor, boxes: Sequence[Tensor], ids: Ids = None) -> None:
         """Add (B, H, W) maps in [0, 1] with one (G, 4) tensor of xyxy boxes in map pixels each."""
         maps, truth, image, _ = self.check_boxed(maps, boxes, ids)
         per_image = list(truth.split(image.bincount(minlength=len(maps)).tolist()))
+        maps = maps if self.percentile is None else cut_at_percentile(maps, self.percentile)
         ious = best_ious(maps, per_image, mode=self.contours)  # (B, T)
         self.add(torch.stack([ious >= iou for iou in IOUS], 1), ids)
 
@@ -193,6 +205,13 @@ class BoxAccuracy(ImageMetric):
     def accuracy_at(self, threshold: float | Tensor) -> Any:
         """The accuracy at a given threshold, or at one per IoU, in the form that `compute` returns."""
         return self.at(threshold).compute()
+
+
+def checked_percentile(percentile: float | None) -> float | None:
+    """Return the percentile; ConfigError unless it is above 0 and at most 100."""
+    if percentile is not None and not 0 < percentile <= 100:
+        raise ConfigError(f"a percentile is above 0 and at most 100, not {percentile!r}.")
+    return percentile
 
 
 def _threshold_index(threshold: float | Tensor) -> Tensor:

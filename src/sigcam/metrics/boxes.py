@@ -68,6 +68,16 @@ def _in_threads(run: Callable[[int, int], object], count: int) -> None:
         run(0, count)
 
 
+def cut_at_percentile(maps: Tensor, percentile: float) -> Tensor:
+    """Return maps (B, H, W) in [0, 1] as fractions of a percentile of each, what is above it as 1: thresholds
+    are then fractions of the percentile, not of the maximum (Bae et al., 2020, Sec. 3.4)."""
+    levels = np.percentile(maps.detach().cpu().flatten(1).numpy(), percentile, axis=1)
+    share = torch.from_numpy(np.asarray(levels)).to(maps)[:, None, None]  # (B, 1, 1)
+    highest = maps.amax((1, 2), keepdim=True)
+    reference = torch.where(share > 0, share, highest)  # of a map that is mostly 0, the maximum
+    return (maps / reference.clamp(min=torch.finfo(maps.dtype).tiny)).clamp(max=1)
+
+
 def boxes_at(
     maps: Tensor, threshold: float, mode: Mode = "largest", *, absolute: bool = False
 ) -> list[Tensor]:

@@ -8,8 +8,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sigcam.core.errors import ConfigError, DataError
-from sigcam.metrics.base import IGNORED, BoxAccuracy, Ids, ImageMetric, flags, image_names, object_masks
-from sigcam.metrics.boxes import THRESHOLDS, box_ious, boxes_at, largest_box_ious
+from sigcam.metrics.base import (
+    IGNORED,
+    BoxAccuracy,
+    Ids,
+    ImageMetric,
+    checked_percentile,
+    flags,
+    image_names,
+    object_masks,
+)
+from sigcam.metrics.boxes import THRESHOLDS, box_ious, boxes_at, cut_at_percentile, largest_box_ious
 
 _IOU_NAMES = ("30", "50", "70")
 
@@ -49,6 +58,8 @@ def without_peeking(
     if type(test) is not type(val):
         kinds = f"{type(test).__name__} and {type(val).__name__}"
         raise ConfigError(f"thresholds of {kinds} cannot be compared: use one metric for both.")
+    if test.percentile != val.percentile:
+        raise ConfigError("thresholds of a percentile and others cannot be compared: use one kind for both.")
     columns = {
         "oracle": test.accuracy_at(test.best_threshold()),
         "transferred": test.accuracy_at(val.best_threshold()),
@@ -59,7 +70,8 @@ def without_peeking(
 
 class _Located(ImageMetric):
     """The largest contour's box at a fixed threshold (PROTOCOL 5.4) meets a ground-truth box: any of them
-    (boxes="best") or, as in the authors' code, the first."""
+    (boxes="best") or, as in the authors' code, the first; the threshold is a fraction of the map's maximum
+    or of its `percentile`."""
 
     def __init__(
         self,
@@ -67,18 +79,23 @@ class _Located(ImageMetric):
         threshold: float = 0.2,
         iou: float = 0.5,
         boxes: Literal["best", "first"] = "best",
+        percentile: float | None = None,
         intervals: bool = False,
         **kwargs: Any,
     ) -> None:
         if boxes not in ("best", "first"):
             raise ConfigError(f'boxes must be "best" or "first", not {boxes!r}.')
-        super().__init__(setting=f"_{boxes}_{threshold:g}_{iou:g}", intervals=intervals, **kwargs)
+        setting = f"_{boxes}_{threshold:g}_{iou:g}"
+        setting += "" if percentile is None else f"_percentile_{percentile:g}"
+        super().__init__(setting=setting, intervals=intervals, **kwargs)
+        self.percentile = checked_percentile(percentile)
         self.threshold, self.iou, self.boxes = threshold, iou, boxes
 
     def _add_located(
         self, maps: Tensor, boxes: Sequence[Tensor], ids: Ids, correct: Tensor | None = None
     ) -> None:
         maps, truth, image, names = self.check_boxed(maps, boxes, ids)
+        maps = maps if self.percentile is None else cut_at_percentile(maps, self.percentile)
         hits = largest_box_ious(maps, truth, image, self.threshold)[1] >= self.iou
         if self.boxes == "first":
             hits &= image != F.pad(image, (1, 0), value=-1)[:-1]

@@ -11,6 +11,7 @@ from torch import nn
 from sigcam.core.errors import ModelError
 from sigcam.core.files import error_line, write_atomic
 from sigcam.models.builders import BUILDERS, LogitsOnly, check_known, similar_models
+from sigcam.models.pooling import restore_pooling
 from sigcam.models.preprocess import Preprocess, Transform
 from sigcam.models.state_dict import (
     check_finite,
@@ -69,6 +70,7 @@ def load_classifier(
         state = match_names(state, _bare(model))
         if count is None and (saved_count := class_count_in(state, _bare(model))):
             model, transform, classes = build(name, saved_count, False)
+        restore_pooling(_bare(model), state)
         if isinstance(model, LogitsOnly):
             state = match_hf_names(state, model.model)
         differs = saved_spec and saved_spec != spec

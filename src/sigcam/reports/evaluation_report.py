@@ -60,7 +60,7 @@ def evaluation_page(
 ) -> str:
     """The HTML page of an evaluation; without examples, tables and curves only."""
     numbers = [(number_label(row), f"{row['value']:.2f} %") for row in result.rows if row["method"] is None]
-    sections = [_tables(result, curves), _threshold_curves(curves)]
+    sections = [_tables(result, curves), _threshold_curves(curves, result.about.get("threshold", "maximum"))]
     sections += [_reliability(examples), *_example_sections(examples)] if examples else []
     about = [(k, _plain_text(v)) for k, v in result.about.items() if k not in ("definitions", "images")]
     notes = [
@@ -136,7 +136,7 @@ def _number(row: Row, result: Result, curves: Curves) -> Number:
     return Number(row["value"], row["low"], row["high"], apart, better, note)
 
 
-def _threshold_curves(curves: Curves) -> Section:
+def _threshold_curves(curves: Curves, threshold: str) -> Section:
     """Box accuracy against the threshold, and precision against recall."""
     parts, groups = list[Charts](), dict[str, list[str]]()
     variants = dict.fromkeys((*curves.boxes, *curves.pixels))
@@ -145,7 +145,7 @@ def _threshold_curves(curves: Curves) -> Section:
     for method, names in groups.items():
         boxed = [(name, curves.boxes[name]) for name in names if name in curves.boxes]
         masked = [(name, curves.pixels[name]) for name in names if name in curves.pixels]
-        figures = [_box_chart(boxed, i) for i in range(len(IOUS))] if boxed else []
+        figures = [_box_chart(boxed, i, threshold) for i in range(len(IOUS))] if boxed else []
         figures += [_pixel_chart(masked)] if masked else []
         parts.append(Charts(figures, method))
     intro = f"Any contour's box counts. Dots: the best threshold. Dashed: {FIXED}." if curves.boxes else ""
@@ -153,15 +153,16 @@ def _threshold_curves(curves: Curves) -> Section:
     return Section("Thresholds", parts, intro, f"{missing}, so there are no curves.")
 
 
-def _box_chart(curves: Sequence[tuple[str, Tensor]], i: int) -> str:
+def _box_chart(curves: Sequence[tuple[str, Tensor]], i: int, threshold: str) -> str:
     """Share of images located at the i-th IoU, against the threshold."""
+    whole = {"maximum": "peak", "percentile": "90th percentile"}[threshold]
     lines = []
     for name, values in curves:
         best = int(values[i].argmax())
         xs, ys = THRESHOLDS[::CHART_STEP].tolist(), values[i, ::CHART_STEP].tolist()
         dot = (float(THRESHOLDS[best]), float(values[i, best]), 4)
         lines.append(Line(name, list(zip(xs, ys, strict=True)), [dot]))
-    axes: Any = {"x_name": "threshold, share of the map's peak", "y_name": "images, %", "rule": FIXED}
+    axes: Any = {"x_name": f"threshold, share of the map's {whole}", "y_name": "images, %", "rule": FIXED}
     return line_chart(f"boxes found, IoU at least {IOUS[i]}", lines, **axes)
 
 

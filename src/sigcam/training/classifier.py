@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -29,6 +29,7 @@ from sigcam.network.split import find_split
 from sigcam.network.trace import chunks, logits_of
 from sigcam.training.augmentation import SeededTransform, augmented, seed_of, with_seed
 from sigcam.training.settings import check_train_config
+from sigcam.training.wsol import Trainer, trainer_named
 
 CLASSIFIER_EPOCHS = 10
 
@@ -67,7 +68,7 @@ def train_classifier(
     """Train the classifier in place with softmax cross-entropy (PROTOCOL 3), keeping the last weights.
 
     Random numbers depend on the seed and the epoch only, so a run that is interrupted and resumed ends with
-    the same bits as one that is not, for any number of workers.
+    the same bits as one that is not, for any number of workers. `config.wsol` changes one part of this.
 
     Args:
         val: images to measure accuracy on after each epoch; nothing is selected by it.
@@ -76,8 +77,9 @@ def train_classifier(
     """
     config = check_train_config(config or TrainConfig())
     model, epochs = classifier.model, config.epochs or CLASSIFIER_EPOCHS
-    trained = _trained_names(model, config)
     saved = Checkpoint(checkpoint, _facts(classifier, samples, config, val) if checkpoint else {})
+    trainer = trainer_named(config.wsol)(classifier)
+    trained = _trained_names(model, config)
     history, skipped = list[Epoch](), dict[str, str]()
 
     def result() -> TrainResult:
@@ -85,10 +87,11 @@ def train_classifier(
         return TrainResult(tuple(history), images, sum(trained.values()), tuple(skipped.items()))
 
     with _training_only(model, trained):
-        optimizer = _optimizer(model, trained, _fast_names(model, config.seed), config)
+        optimizer = _optimizer(model, trained, _fast_names(model, config.seed), config, trainer.parameters)
         if state := _load_state(saved, epochs):
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
+            trainer.load_state(state["trainer"])
             history, skipped = [Epoch(**row) for row in state["history"]], dict(state["skipped"])
         first, per_epoch = len(history), len(samples) + len(val or ())  # images, for the progress
         for number in range(first, epochs):
@@ -97,12 +100,14 @@ def train_classifier(
                 group["lr"] = lr * group["ratio"]
             done, total = (number - first) * per_epoch, (epochs - first) * per_epoch
             report = partial(_report, progress, total, done)
+            shown = trainer.samples(samples, number, epochs, seed=config.seed, progress=progress)
             _train_mode(model, trained, config)
-            loss, accuracy = _train_epoch(classifier, samples, config, number, optimizer, skipped, report)
+            loss, accuracy = _train_epoch(trainer, shown, config, number, optimizer, skipped, report)
             report = partial(_report, progress, total, done + len(samples))
             val_accuracy = None if val is None else _val_accuracy(classifier, val, config, report)
             history.append(Epoch(loss, accuracy, val_accuracy, lr, time.perf_counter() - began))
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            state["trainer"] = trainer.state()
             saved.save({**state, "history": [asdict(epoch) for epoch in history], "skipped": skipped})
             if after_epoch:
                 after_epoch(result())
@@ -118,7 +123,9 @@ def _facts(
     classifier: Classifier, samples: Samples, config: TrainConfig, val: Samples | None
 ) -> dict[str, Any]:
     """Return what a run must share with the one it resumes; more epochs only continue it."""
-    irrelevant = {"epochs", "workers", "pretrained"}
+    irrelevant = {"workers", "pretrained"}
+    if not trainer_named(config.wsol).in_steps:
+        irrelevant.add("epochs")
     return {
         **classifier_facts(classifier),
         "labels": data_fingerprint(samples),
@@ -204,13 +211,20 @@ def _train_mode(model: nn.Module, trained: dict[str, int], config: TrainConfig) 
             module.eval()
 
 
-def _optimizer(model: nn.Module, trained: dict[str, int], fast: set[str], config: TrainConfig) -> SGD:
+def _optimizer(
+    model: nn.Module,
+    trained: dict[str, int],
+    fast: set[str],
+    config: TrainConfig,
+    more: Sequence[nn.Parameter] = (),
+) -> SGD:
+    """Return the optimiser of the trained parameters and of `more`, which learn as fast as the last stage."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if name in trained]
     residual = any("layer4." in name for name, _ in model.named_parameters())
     decay = config.weight_decay if config.weight_decay is not None else 1e-4 if residual else 5e-4
     groups = [
-        {"params": [p for name, p in named if (name in fast) == quick], "ratio": ratio}
-        for quick, ratio in ((False, 1.0), (True, config.head_lr_ratio))
+        {"params": [*(p for name, p in named if (name in fast) == quick), *others], "ratio": ratio}
+        for quick, ratio, others in ((False, 1.0, ()), (True, config.head_lr_ratio, more))
     ]
     groups = [group for group in groups if group["params"]]
     return SGD(groups, lr=config.lr, momentum=0.9, nesterov=True, weight_decay=decay)
@@ -250,7 +264,7 @@ def read_batches(
 
 
 def _train_epoch(
-    classifier: Classifier,
+    trainer: Trainer,
     samples: Samples,
     config: TrainConfig,
     number: int,
@@ -259,8 +273,9 @@ def _train_epoch(
     report: Callable[[int], None],
 ) -> tuple[float, float]:
     """Train for one epoch on augmented images; return the mean loss and the accuracy before each step."""
+    classifier = trainer.classifier
     model, device = classifier.model, next(classifier.model.parameters()).device
-    step = partial(_step, model, optimizer, classes=len(samples.classes), autocast=config.autocast)
+    step = partial(_step, trainer, optimizer, classes=len(samples.classes), autocast=config.autocast)
     count, correct, loss = 0, 0, 0.0
     shuffled, view = _training_views(classifier, samples, config, number)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -286,24 +301,29 @@ def _training_views(
 
 @torch.enable_grad()
 def _step(
-    model: nn.Module, optimizer: Optimizer, images: Tensor, labels: Tensor, *, classes: int, autocast: bool
+    trainer: Trainer, optimizer: Optimizer, images: Tensor, labels: Tensor, *, classes: int, autocast: bool
 ) -> tuple[float, int]:
     """Take one gradient step; return the sum of losses and the number of correct predictions before it."""
+
+    def run(images: Tensor) -> Tensor:
+        logits = logits_of(run_model(trainer.classifier.model, images), len(images)).float()
+        if logits.shape[1] != classes:
+            raise ModelError(f"the network has {logits.shape[1]} outputs, the data {classes} classes.")
+        return logits
+
     with torch.autocast(images.device.type, torch.bfloat16, enabled=autocast):
         try:
-            logits = logits_of(run_model(model, images), len(images)).float()
+            logits = trainer.logits(run, images, labels)
         except Exception as error:  # such as BatchNorm with one value per channel
             if not hasattr(error, "network_fault"):
                 raise
             sentence = f"the network cannot be trained on a batch of {len(images)}: {error}"
             raise ModelError(f"{sentence}. Use another batch size.") from error
-    if logits.shape[1] != classes:
-        raise ModelError(f"the network has {logits.shape[1]} outputs, the data {classes} classes.")
-    loss = F.cross_entropy(logits, labels)
+    loss = torch.stack([F.cross_entropy(each.float(), labels) for each in logits]).sum()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    return float(loss.detach()) * len(images), int((logits.argmax(1) == labels).sum())
+    return float(loss.detach()) * len(images), int((logits[0].argmax(1) == labels).sum())
 
 
 @torch.no_grad()

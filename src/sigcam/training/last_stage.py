@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sigcam.core.checkpoint import Checkpoint
 from sigcam.core.config import FitConfig
-from sigcam.core.errors import DataError, ModelError
+from sigcam.core.errors import ConfigError, DataError, ModelError
 from sigcam.core.files import hash_of
 from sigcam.core.types import Progress
 from sigcam.data.sample import Samples
@@ -27,6 +27,7 @@ from sigcam.training.augmentation import seed_of
 from sigcam.training.background import KeptMaps, background_inputs, classes_of
 from sigcam.training.feature_reader import HeadInputs
 from sigcam.training.features import Features, extract
+from sigcam.training.wsol import Trainer, trainer_named
 
 CHUNK = 32  # images in one pass of the last stage
 
@@ -36,7 +37,7 @@ class StageConfig:
     """How a last stage is trained: SGD with Nesterov momentum (PROTOCOL 3); its rate falls linearly to zero.
 
     Args:
-        first: the child module that training begins with.
+        first: the child module that training begins with, or one inside a Sequential: "blocks.6".
         crop: share of the grid's height and width that a random crop keeps; the protocol's is 224 of 256.
     """
 
@@ -49,10 +50,12 @@ class StageConfig:
 
 
 class LastStage:
-    """A classifier in two parts: the frozen one, and the stage from the child `first` on, with the head."""
+    """A classifier in two parts: the frozen one, and the stage from the child `first` on, with the head; and
+    what trains the stage."""
 
-    def __init__(self, classifier: Classifier, first: str) -> None:
+    def __init__(self, classifier: Classifier, first: str, wsol: str | None = None) -> None:
         self.classifier, self.first = classifier, first
+        self.trainer = trainer_named(wsol)(classifier)  # which may put a layer into it
         known: Any = {"transform": classifier.transform, "class_names": classifier.classes}
         pixels = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
         self.example = classifier.transform(Image.fromarray(pixels))[None].to(
@@ -96,7 +99,7 @@ class LastStage:
         position = [name for name, _ in stage.named_children()].index(net.split.layer.partition(".")[0]) + 1
         for chunk, labels in zip(outputs.views[0].split(CHUNK), outputs.labels.split(CHUNK), strict=True):
             maps = KeptMaps(stage[:position](chunk.to(net.device).float()))
-            rows.append(maps.features.mean((2, 3)).cpu())
+            rows.append(stage[position:-1](maps.features).cpu())
             if backgrounds:
                 shown = classes_of(labels, net.classes).to(net.device)
                 alone.append(background_inputs(net, maps, shown, FitConfig()).cpu())
@@ -110,31 +113,48 @@ class LastStage:
         outputs: Features,
         config: StageConfig,
         *,
+        samples: Samples | None = None,
         seed: int = 0,
         checkpoint: Path | None = None,
         progress: Progress | None = None,
     ) -> tuple[float, ...]:
         """Train the stage in place on random crops and mirror images of the outputs, in bfloat16; return the
-        mean loss of each epoch. A checkpoint is written after each, resumed from, and removed at the end."""
-        stage, device, losses = self.stage, self.net.device, list[float]()
+        mean loss of each epoch. A checkpoint is written after each, resumed from, and removed at the end.
+
+        Args:
+            samples: the images of the outputs, for a trainer that alters images: the outputs of altered ones
+                are computed anew.
+        """
+        trainer, stage, device, losses = self.trainer, self.stage, self.net.device, list[float]()
+        if trainer.alters_images and samples is None:
+            raise ConfigError(f"{type(trainer).__name__} alters the images: give samples too.")
         facts = [asdict(config), seed, fingerprint(stage), hash_of(outputs.labels.tolist())]
-        facts += [fingerprint(self.frozen)]
+        facts += [fingerprint(self.frozen), type(trainer).__name__]
         saved = Checkpoint(checkpoint, facts)
         flags = {name: parameter.requires_grad for name, parameter in stage.named_parameters()}
         settings: Any = {"momentum": 0.9, "nesterov": True, "weight_decay": config.weight_decay}
-        optimizer = torch.optim.SGD(stage.requires_grad_(True).parameters(), config.lr, **settings)
+        trained = [*stage.requires_grad_(True).parameters(), *trainer.parameters]
+        optimizer = torch.optim.SGD(trained, config.lr, **settings)
         if state := saved.load(map_location=device):
             stage.load_state_dict(state["stage"])
             optimizer.load_state_dict(state["optimizer"])
+            trainer.load_state(state["trainer"])
             losses = list(state["losses"])
-        for epoch in range(len(losses), config.epochs):
+        shown, epochs = samples, config.epochs
+        for epoch in range(len(losses), epochs):
+            if samples is not None:
+                altered = trainer.samples(samples, epoch, epochs, seed=seed, progress=progress)
+                if altered is not shown:
+                    shown, outputs = altered, self.outputs(altered, None, progress)
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 torch.manual_seed(seed_of(seed, epoch, "last stage"))
-                losses.append(_train_epoch(stage.train(), outputs, optimizer, config, epoch, progress))
+                losses.append(
+                    _train_epoch(trainer, stage.train(), outputs, optimizer, config, epoch, progress)
+                )
             if not all(bool(torch.isfinite(p).all()) for p in stage.parameters()):
                 raise DataError(f"training diverged at lr={config.lr:g}: try a smaller one.")
             state = {"stage": stage.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}
-            saved.save(state)
+            saved.save({**state, "trainer": trainer.state()})
         for name, parameter in stage.eval().named_parameters():
             parameter.requires_grad_(flags[name])
             parameter.grad = None
@@ -145,9 +165,15 @@ class LastStage:
 
 def split_children(model: nn.Module, first: str) -> tuple[nn.Sequential, nn.Sequential]:
     """Return the model's children before the one called `first`, and those from it on, with the same
-    parameters; what enters the last one is flattened."""
+    parameters; what enters the last one is flattened. A Sequential is cut in two: "blocks.6"."""
     children = list(model.named_children())
     names = [name for name, _ in children]
+    outer, _, inner = first.partition(".")
+    if outer in names and inner:
+        at = names.index(outer)
+        parts = split_sequential(children[at][1], inner)
+        children[at : at + 1] = [(f"before {first}".replace(".", " "), parts[0]), (outer, parts[1])]
+        first, names = outer, [name for name, _ in children]
     if first not in names[1:]:
         raise ModelError(f"{first!r} is none of the modules after the first: {', '.join(names[1:])}.")
     at = names.index(first)
@@ -155,7 +181,17 @@ def split_children(model: nn.Module, first: str) -> tuple[nn.Sequential, nn.Sequ
     return nn.Sequential(OrderedDict(children[:at])), nn.Sequential(OrderedDict(last))
 
 
+def split_sequential(module: nn.Module, first: str) -> tuple[nn.Sequential, nn.Sequential]:
+    """Return a Sequential's children before the one called `first`, and those from it on."""
+    names = [name for name, _ in module.named_children()]
+    if not isinstance(module, nn.Sequential) or first not in names[1:]:
+        raise ModelError(f"{first!r} is none of the modules after the first: {', '.join(names[1:])}.")
+    at = names.index(first)
+    return module[:at], module[at:]
+
+
 def _train_epoch(
+    trainer: Trainer,
     stage: nn.Sequential,
     outputs: Features,
     optimizer: torch.optim.Optimizer,
@@ -174,7 +210,9 @@ def _train_epoch(
             group["lr"] = config.lr * (1 - done / (config.epochs * steps))
         batch = _random_view(maps[chosen].to(device), config.crop)
         with torch.enable_grad(), torch.autocast(device.type, torch.bfloat16):
-            loss = F.cross_entropy(stage(batch.float()).float(), outputs.labels[chosen].to(device))
+            labels = outputs.labels[chosen].to(device)
+            judged = trainer.logits(stage, batch.float(), labels)
+            loss = torch.stack([F.cross_entropy(each.float(), labels) for each in judged]).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -64,7 +64,7 @@ def check_fit_config(config: FitConfig, *, linear: bool | None, negatives: bool)
 
 
 def check_train_config(config: TrainConfig) -> TrainConfig:
-    """Return the settings; raise ConfigError for a number out of range."""
+    """Return the settings; raise ConfigError for a number out of range or an unknown trainer."""
     minimum = {"epochs": 1, "decay_every": 1, "batch_size": 1, "workers": 0, "weight_decay": 0, "seed": 0}
     for name, low in minimum.items():
         value = getattr(config, name)
@@ -73,4 +73,8 @@ def check_train_config(config: TrainConfig) -> TrainConfig:
     for name in ("lr", "head_lr_ratio"):
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigError(f"{name} is {getattr(config, name):g}: give a number above 0.")
+    if config.wsol is not None:
+        from sigcam.training.wsol import trainer_named  # which imports torch
+
+        trainer_named(config.wsol).check_epochs(config.epochs)
     return config
