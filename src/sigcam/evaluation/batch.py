@@ -21,6 +21,7 @@ from sigcam.methods.registry import METHODS, MapConfig, Scale
 from sigcam.methods.targets import Branch, at_least_float32, branch_logits, class_logits, head_of
 from sigcam.metrics.fidelity import insertion_deletion_curves
 from sigcam.metrics.localization import in_top
+from sigcam.metrics.removal import removal_curves
 from sigcam.network.dual import DualBranch, ForwardPass
 from sigcam.network.image_errors import blame_images
 from sigcam.network.zoom import zoom_batch, zoomed
@@ -156,7 +157,7 @@ class BatchEvaluator:
     ) -> BatchRecord:
         """The record with the variant's maps, drawn from the pass in `source`, and the scores of the images
         masked by them."""
-        net, fidelity = self.net, self.uses("predicted_maps", "scores", "curves")
+        net, fidelity = self.net, self.uses("predicted_maps", "scores", "curves", "removal")
         assert variant.method is not None
         cam = fidelity and METHODS[variant.method].finish == "min-max" and variant.scale == "unit"
         classes = [located] * self.uses("maps") + [absent] * self.uses("absent_maps")
@@ -180,15 +181,16 @@ class BatchEvaluator:
                 passes = other.reread(forward), other.reread(masked)
                 scores["branch"] = [_score(other, f, "branch", variant, predicted) for f in passes]
             record = replace(record, scores=scores)
+
+        def probabilities(images: Tensor) -> Tensor:
+            return class_probabilities(net, net.run(images))
+
+        shown = forward.images, masks, predicted[:, 0]
         if self.uses("curves"):
-            curves = insertion_deletion_curves(
-                lambda images: class_probabilities(net, net.run(images)),
-                forward.images,
-                masks,
-                predicted[:, 0],
-                steps=self.curve_steps,
-            )
+            curves = insertion_deletion_curves(probabilities, *shown, steps=self.curve_steps)
             record = replace(record, curves=tuple(curve.cpu() for curve in curves))
+        if self.uses("removal"):
+            record = replace(record, removal=tuple(c.cpu() for c in removal_curves(probabilities, *shown)))
         return record
 
 
