@@ -30,7 +30,9 @@ class Method:
             resize bilinearly (path B). "min-max": resize bicubically, scale from minimum to maximum (path A).
         fusion: How maps of several layers are combined: their mean, or their maximum as in Layer-CAM.
         needs: What the network must have: a global average + "linear" head, or ViT "attention".
-        perturbs: What the method alters and scores again with `Probe.rescore`, if anything.
+        perturbs: What the method alters and runs again, if anything: "images" behind a mask for each channel,
+            "features", or images by "noise".
+        passes: How many passes it takes for each mask, or for each image.
         class_specific: Whether maps of two classes differ.
         signed: Whether weights can be negative, so that clamping changes the map; features may be too.
         in_logits: Whether raw maps are in logits; otherwise the unit is the method's own.
@@ -44,7 +46,8 @@ class Method:
     finish: Literal["relu", "min-max"] = "relu"
     fusion: Literal["mean", "max"] = "mean"
     needs: Literal["linear", "attention"] | None = None
-    perturbs: Literal["images", "features"] | None = None
+    perturbs: Literal["images", "features", "noise"] | None = None
+    passes: int = 1
     class_specific: bool = True
     signed: bool = True
     in_logits: bool = False
@@ -55,7 +58,7 @@ class Method:
     @property
     def follows_head(self) -> bool:
         """Whether a change of the head alone shows in the map without running images again."""
-        return self.class_specific and self.perturbs != "images"
+        return self.class_specific and self.perturbs not in ("images", "noise")
 
     def __call__(self, probe: Probe) -> Tensor:
         """Return the weights, gradients or maps of the batch."""
