@@ -52,10 +52,10 @@ def _cost(method: Method) -> str:
         None: "",
     }
     if method.perturbs == "images":
-        passes = "one forward pass" if method.passes == 1 else f"{method.passes} forward passes"
+        passes = f"{method.samples} forward passes" if method.samples else "one forward pass"
         cost = f"{passes} per channel (`top_n=` tries fewer)"
     elif method.perturbs == "noise":
-        cost = f"{method.passes} more passes, and a backward pass of the head for each"
+        cost = f"{method.samples} more passes, and a backward pass of the head for each"
     elif method.perturbs == "features":
         cost = "the tail of the network once per channel; nothing if the head is linear"
     elif method.gives == "gradients":

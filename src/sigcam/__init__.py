@@ -33,9 +33,11 @@ if TYPE_CHECKING:
     from sigcam.methods.compat import EigenCAM as EigenCAM
     from sigcam.methods.compat import EigenGradCAM as EigenGradCAM
     from sigcam.methods.compat import FinerCAM as FinerCAM
+    from sigcam.methods.compat import FullGrad as FullGrad
     from sigcam.methods.compat import GradCAM as GradCAM
     from sigcam.methods.compat import GradCAMElementWise as GradCAMElementWise
     from sigcam.methods.compat import GradCAMPlusPlus as GradCAMPlusPlus
+    from sigcam.methods.compat import GuidedBackpropReLUModel as GuidedBackpropReLUModel
     from sigcam.methods.compat import HiResCAM as HiResCAM
     from sigcam.methods.compat import LayerCAM as LayerCAM
     from sigcam.methods.compat import RandomCAM as RandomCAM
@@ -75,9 +77,11 @@ _HOMES = {
         "EigenGradCAM",
         "FEM",
         "FinerCAM",
+        "FullGrad",
         "GradCAM",
         "GradCAMElementWise",
         "GradCAMPlusPlus",
+        "GuidedBackpropReLUModel",
         "HiResCAM",
         "ISCAM",
         "KPCA_CAM",

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from sigcam.core.errors import AttachError, ConfigError, DataError, ExampleNeeded
+from sigcam.methods.backpropagation import guided_gradients
 from sigcam.methods.concepts import factorize
 from sigcam.methods.explainer import explain
+from sigcam.methods.inputs import choose_classes
+from sigcam.methods.probe import Probe
 from sigcam.methods.registry import METHODS, method_name
 from sigcam.methods.targets import Branch, Target, TargetName, finer_score, nearest_classes
 from sigcam.network.attachment import attach, unwrap
@@ -273,6 +276,21 @@ class ISCAM(_Cam, method="is-cam"):
     """Score-CAM averaged over masks of growing strength (Naidu et al., 2020)."""
 
 
+class FullGrad(_Cam, method="fullgrad"):
+    """Gradients of the biases in all layers (Srinivas and Fleuret, 2019), for which no layer is chosen."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        target_layers: Layers = None,
+        reshape_transform: object = None,
+        *,
+        branch: Branch | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        super().__init__(model, None, reshape_transform, branch=branch, batch_size=batch_size)
+
+
 class FinerCAM(_Cam):
     """What sets a class apart from the most similar ones (Zhang et al., 2025), by any method."""
 
@@ -351,3 +369,20 @@ class DeepFeatureFactorization:
             with torch.no_grad():
                 results.append(self.computation_on_concepts(found.vectors))
         return tuple(each.cpu().numpy() for each in results)
+
+
+class GuidedBackpropReLUModel:
+    """Gradients of one image; ReLUs let positive ones alone pass back (Springenberg et al., 2015)."""
+
+    def __init__(self, model: nn.Module, device: object = None) -> None:
+        self._cam = _Cam(model)
+
+    def __call__(self, input_img: Tensor, target_category: int | None = None) -> NumpyArray:
+        """Return the signed gradient (H, W, C) of the class, by default the predicted one, of a (1, C, H, W)
+        image."""
+        net, image = self._cam.attached(input_img)
+        with torch.no_grad():
+            forward_pass = net.run(image)
+            classes, _ = choose_classes(net, forward_pass, target_category)
+            gradients = guided_gradients(Probe(net, forward_pass, self._cam.branch, classes))
+        return gradients[0, 0].movedim(0, -1).cpu().numpy()

@@ -15,8 +15,8 @@ from sigcam.network.pass_memory import smaller_batch
 from sigcam.network.trace import agree
 
 CPU_BATCH, GPU_BATCH = 4, 32  # masked images per pass; larger batches are slower on a CPU, see `chunks`
-SMOOTH_COPIES, SMOOTH_NOISE = 8, 0.15  # noisy copies of an image; noise as a share of its range
-MASK_VERSIONS, MASK_NOISE = 10, 2.0  # of SS-CAM and IS-CAM; the noise is that of SS-CAM's masks
+SMOOTH_NOISE = 0.15  # of the image's range
+MASK_NOISE = 2.0  # of a mask from 0 to 1
 MANY_MASKS = 256  # a faster copy takes the time of about ten passes to make and check
 
 
@@ -86,19 +86,19 @@ def shapley_cam(probe: Probe) -> Tensor:
     "smoothgrad-cam++",
     gives="gradients",
     perturbs="noise",
-    passes=SMOOTH_COPIES,
+    samples=8,
     aliases=("smoothgradcampp", "smoothgradcamplusplus"),
 )
 def smoothgrad_cam_plus_plus(probe: Probe) -> Tensor:
-    """Grad-CAM++ with the powers of the gradient averaged over 8 noisy copies of the image, noise of 15% of
-    its range (Omeiza et al., 2019)."""
+    """Grad-CAM++ with the powers of the gradient averaged over noisy copies of the image (Omeiza et al.,
+    2019), noise of 15% of its range."""
     images = probe.forward_pass.images
     spread = (images.amax((1, 2, 3), keepdim=True) - images.amin((1, 2, 3), keepdim=True)) * SMOOTH_NOISE
     powers = [torch.zeros((), device=images.device)] * 3  # mean g, g^2, g^3
-    for copy in range(SMOOTH_COPIES):
+    for copy in range(probe.samples):
         noise = standard_noise(images.shape[1:], copy).to(images)
         g = probe.of_images(images + spread * noise).grads
-        powers = [mean + g**power / SMOOTH_COPIES for power, mean in enumerate(powers, 1)]
+        powers = [mean + g**power / probe.samples for power, mean in enumerate(powers, 1)]
     first, second, third = powers
     share = second / (2 * second + over_cells(probe.features) * third + 1e-6)
     return over_cells(first.relu() * torch.where(second != 0, share, 0.0))
@@ -117,7 +117,7 @@ def random_cam(probe: Probe) -> Tensor:
     return weights.to(probe.features)[None, None, :, None, None]
 
 
-def _copy_for_masks(probe: Probe) -> DualBranch:
+def copy_for_masks(probe: Probe) -> DualBranch:
     """The network with an optimised private copy of its model, where that has the same logits; made anew,
     since the weights may change between calls."""
     net, image = probe.net, probe.forward_pass.images[:1]
@@ -141,7 +141,7 @@ def mask_scores(
     count, channels = features.shape[:2]
     batch_size = probe.batch_size or (CPU_BATCH if images.device.type == "cpu" else GPU_BATCH)
     top_n = min(probe.top_n or channels, channels)
-    net = _copy_for_masks(probe) if count * top_n * versions >= MANY_MASKS else probe.net
+    net = copy_for_masks(probe) if count * top_n * versions >= MANY_MASKS else probe.net
     batch_size = smaller_batch(min(batch_size, top_n), probe.net, images)
     varied = features.flatten(2).std(2, correction=0)  # of one cell, zero
     chosen = varied.topk(top_n, dim=1).indices.sort(1).values  # (B, top_n)
@@ -164,26 +164,26 @@ def score_cam(probe: Probe) -> Tensor:
     return mask_scores(probe).softmax(2)[..., None, None]
 
 
-@method("ss-cam", perturbs="images", passes=MASK_VERSIONS, signed=False)
+@method("ss-cam", perturbs="images", samples=10, signed=False)
 def ss_cam(probe: Probe) -> Tensor:
-    """Score-CAM with each score averaged over 10 noisy masks (SS-CAM; Wang et al., 2020), whose noise has a
+    """Score-CAM with each score averaged over noisy masks (SS-CAM; Wang et al., 2020), whose noise has a
     standard deviation of 2 and is the same for every channel."""
 
     def with_noise(masks: Tensor, version: int) -> Tensor:
         return masks + MASK_NOISE * standard_noise(masks.shape[1:], version).to(masks)
 
-    return mask_scores(probe, MASK_VERSIONS, with_noise).softmax(2)[..., None, None]
+    return mask_scores(probe, probe.samples, with_noise).softmax(2)[..., None, None]
 
 
-@method("is-cam", perturbs="images", passes=MASK_VERSIONS, signed=False)
+@method("is-cam", perturbs="images", samples=10, signed=False)
 def is_cam(probe: Probe) -> Tensor:
-    """Score-CAM with each score averaged over 10 strengths of the mask (Naidu et al., 2020), which are the
-    sums of j / 10 over j = 0, over 0 and 1, and so on up to 9."""
+    """Score-CAM with each score averaged over strengths of the mask (Naidu et al., 2020): for n samples, the
+    sums of j / n over j = 0, over 0 and 1, and so on up to n - 1."""
 
     def stronger(masks: Tensor, version: int) -> Tensor:
-        return masks * (version * (version + 1) / 2 / MASK_VERSIONS)
+        return masks * (version * (version + 1) / 2 / probe.samples)
 
-    return mask_scores(probe, MASK_VERSIONS, stronger).softmax(2)[..., None, None]
+    return mask_scores(probe, probe.samples, stronger).softmax(2)[..., None, None]
 
 
 @method("ablation-cam", perturbs="features")
