@@ -51,9 +51,13 @@ def _cost(method: Method) -> str:
         "attention": "; needs a plain ViT",
         None: "",
     }
-    if method.perturbs == "images":
-        passes = f"{method.samples} forward passes" if method.samples else "one forward pass"
-        cost = f"{passes} per channel (`top_n=` tries fewer)"
+    if method.gives == "pixels":
+        passes = (method.samples or 1) * method.passes
+        cost = f"{passes} more pass{'es' if passes > 1 else ''} of the whole network"
+        cost += "" if method.perturbs == "images" else ", and back to the pixels"
+    elif method.perturbs == "images":
+        each = f"{method.samples} forward passes" if method.samples else "one forward pass"
+        cost = f"{each} per channel (`top_n=` tries fewer)"
     elif method.perturbs == "noise":
         cost = f"{method.samples} more passes, and a backward pass of the head for each"
     elif method.perturbs == "features":

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import sigcam
 from sigcam.core.errors import DataError
-from sigcam.methods.backpropagation import _Biases, _scored_images, guided_gradients
+from sigcam.methods.backpropagation import BiasCalls, guided_gradients, scored_images
 from sigcam.methods.probe import Probe
 from sigcam.methods.targets import Branch
 from support.method_cases import BRANCHES, CHOSEN, Signed, close, fitted, network, pictures, plain, raw
@@ -78,13 +78,13 @@ def test_guided_backpropagation_is_the_peers_and_needs_a_relu() -> None:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_image_and_biases_times_gradients_add_up_to_the_score(name: str, branch: Branch) -> None:
     probe, _ = probed(name, branch)
-    recorder = _Biases()
-    for i, (image, (score,)) in enumerate(_scored_images(probe, recorder)):
+    recorder = BiasCalls()
+    for i, (image, (score,)) in enumerate(scored_images(probe, recorder)):
         by_image, *by_layer = torch.autograd.grad(score, [image, *recorder.outputs], allow_unused=True)
         total = (image * by_image).sum()
         for gradient, bias in zip(by_layer, recorder.biases, strict=True):
             total = total + (0 if gradient is None else (gradient * bias).sum())
-        assert float(total) == pytest.approx(float(probe.scores[i, 0]), rel=1e-9)
+        assert float(total.detach()) == pytest.approx(float(probe.scores[i, 0].detach()), rel=1e-9)
 
 
 def full_gradient(model: nn.Module, image: Tensor, k: int) -> Array:
@@ -132,3 +132,4 @@ def test_fullgrad_as_a_class_takes_layers_and_needs_none() -> None:
     maps = sigcam.FullGrad(model, [model.conv2])(x, 1)
     ex = sigcam.explain(sigcam.attach(model), x, "fullgrad", branch="softmax", classes=1)
     assert np.array_equal(maps, ex.maps.numpy()) and maps.shape == (2, 16, 24)
+    assert np.abs(sigcam.FullGrad(model)(x, [lambda row: row[1]] * 2) - maps).max() < 1e-5

@@ -34,7 +34,7 @@ def fullgrad(probe: Probe) -> Tensor:
     """Image times gradient, and for each channel of each layer bias times gradient, all as absolute values
     scaled from 0 to 1, enlarged and added up (Srinivas and Fleuret, 2019), for convolutional networks."""
     rows = []
-    for image, classes in _scored_images(probe, recorder := _Biases()):
+    for image, classes in scored_images(probe, recorder := BiasCalls()):
         maps = []
         for score in classes:
             by_image, *by_layer = torch.autograd.grad(
@@ -52,7 +52,7 @@ def fullgrad(probe: Probe) -> Tensor:
 def guided_gradients(probe: Probe) -> Tensor:
     """Return (B, K, C, H, W) guided gradients."""
     rows = []
-    for image, classes in _scored_images(probe, guide := _PositiveGradients()):
+    for image, classes in scored_images(probe, guide := GuidedCalls()):
         if not guide.seen:
             kind = type(probe.net.model).__name__
             raise ConfigError(
@@ -63,7 +63,7 @@ def guided_gradients(probe: Probe) -> Tensor:
     return torch.stack(rows)
 
 
-def _scored_images(probe: Probe, mode: _Seeing) -> Iterator[tuple[Tensor, list[Tensor]]]:
+def scored_images(probe: Probe, mode: SeenCalls) -> Iterator[tuple[Tensor, list[Tensor]]]:
     """Yield each image (1, C, H, W), and the scores of its classes, run under the mode."""
     images = probe.forward_pass.images
     for i in range(len(images)):
@@ -77,7 +77,7 @@ def _scored_images(probe: Probe, mode: _Seeing) -> Iterator[tuple[Tensor, list[T
         report_share((i + 1) / len(images))
 
 
-class _Seeing(TorchFunctionMode):
+class SeenCalls(TorchFunctionMode):
     """Sees the calls of torch functions whose result depends on the image."""
 
     def clear(self) -> None:
@@ -96,7 +96,7 @@ class _Seeing(TorchFunctionMode):
         return out
 
 
-class _PositiveGradients(_Seeing):
+class GuidedCalls(SeenCalls):
     """Lets the positive part of the gradient pass each ReLU."""
 
     seen = False
@@ -111,7 +111,7 @@ class _PositiveGradients(_Seeing):
         return out
 
 
-class _Biases(_Seeing):
+class BiasCalls(SeenCalls):
     """Keeps the outputs of all layers that add a bias, and the bias of each, in the output's shape."""
 
     def __init__(self) -> None:
