@@ -108,7 +108,7 @@ def full_gradient(model: nn.Module, image: Tensor, k: int) -> Array:
         if isinstance(layer, nn.BatchNorm2d):
             bias = layer.bias - layer.weight * layer.running_mean / (layer.running_var + layer.eps).sqrt()
         for b, channel in zip(bias, g[0], strict=True):
-            total = total + bilinear(min_max(np.abs(float(b) * channel.numpy())), *image.shape[1:])
+            total = total + bilinear(min_max(np.abs(float(b.detach()) * channel.numpy())), *image.shape[1:])
     found: Array = total
     return found
 

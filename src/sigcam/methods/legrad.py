@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from sigcam.core.errors import DataError
 from sigcam.methods.backpropagation import SeenCalls, scored_images
@@ -30,39 +31,48 @@ def legrad(probe: Probe) -> Tensor:
         with _bypassed(probe.net.model, blocks[last + 1 :]):
             for _, scores in scored_images(probe, calls):
                 weights = calls.weights[last]
-                found = [torch.autograd.grad(score, weights, retain_graph=True)[0] for score in scores]
+                found = [torch.autograd.grad(score, [weights], retain_graph=True)[0] for score in scores]
                 each = [
                     at_least_float32(gradient).relu().flatten(0, -2).mean(0) for gradient in found
                 ]  # (L,)
                 rows.append(torch.stack(each))
         total = total + torch.stack(rows)[..., -p * q :] / len(blocks)
-    return total.unflatten(-1, (p, q))
+    return total.reshape(*total.shape[:2], p, q)
 
 
 class AttentionCalls(SeenCalls):
-    """Keeps the attention weights of a pass, (..., L, L), each computed where gradient reaches it."""
+    """Keeps where gradient reaches the attention weights (..., L, L) of a pass, and L."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights: list[Tensor] = []
+        self.weights: list[GradientEdge] = []
+        self.tokens: list[int] = []
 
     def clear(self) -> None:
         self.weights.clear()
+        self.tokens.clear()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name == "multi_head_attention_forward":
-            with self:  # which then sees its softmax
-                out, weights = func(*args, **{**kwargs, "need_weights": True})
-            return out, weights if kwargs.get("need_weights", True) else None
+            need_weights, average = kwargs.get("need_weights", True), kwargs.get("average_attn_weights", True)
+            out, weights = func(*args, **{**kwargs, "need_weights": True, "average_attn_weights": False})
+            (viewed, *_) = weights.grad_fn.next_functions  # it returns a view of what it goes on with
+            self._keep(GradientEdge(*viewed), weights)
+            return out, (weights.mean(-3) if average else weights) if need_weights else None
         if name == "scaled_dot_product_attention":
             return self._attended(*args, **kwargs)
         out = func(*args, **kwargs)
-        if name in ("softmax", "special_softmax") and out.ndim > 2 and out.shape[-1] == out.shape[-2]:
-            self.weights.append(out)
+        square = name in ("softmax", "special_softmax") and out.ndim > 2 and out.shape[-1] == out.shape[-2]
+        if square and out.requires_grad:
+            self._keep(get_gradient_edge(out), out)
         return out
+
+    def _keep(self, edge: GradientEdge, weights: Tensor) -> None:
+        self.weights.append(edge)
+        self.tokens.append(weights.shape[-1])
 
     def _attended(
         self,
@@ -79,8 +89,9 @@ class AttentionCalls(SeenCalls):
         if is_causal or enable_gqa or (attn_mask is not None and attn_mask.dtype == torch.bool):
             raise DataError("legrad is for plain ViTs, whose attention has no mask: use 'grad-cam'.")
         products = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-        self.weights.append((products if attn_mask is None else products + attn_mask).softmax(-1))
-        return self.weights[-1] @ value
+        weights = (products if attn_mask is None else products + attn_mask).softmax(-1)
+        self._keep(get_gradient_edge(weights), weights)
+        return weights @ value
 
 
 def _find_blocks(probe: Probe, calls: AttentionCalls) -> list[nn.Module]:
@@ -107,7 +118,7 @@ def _find_blocks(probe: Probe, calls: AttentionCalls) -> list[nn.Module]:
     cells = probe.features.shape[-2:].numel()
     if not found or len(found) != len(calls.weights):
         _refuse(model, "is no row of blocks with one attention layer each")
-    if any(weights.shape[-1] < cells for weights in calls.weights):
+    if min(calls.tokens) < cells:
         _refuse(model, f"attends over fewer tokens than the {cells} cells of its map")
     return found
 
