@@ -87,6 +87,13 @@ def test_ablation_cam_is_pytorch_grad_cams_where_scores_are_positive_and_feature
     assert np.abs(ours("ablation-cam", name, classes) - theirs).max() < 1e-5
 
 
+@pytest.mark.parametrize("name", ["gap", "signed", "vgg", "normed"])
+def test_fullgrad_is_pytorch_grad_cams(name: str) -> None:
+    x, twin = pictures(name), plain(network(name), "softmax", name)
+    theirs = pgc.FullGrad(twin.model, [])(x, [ClassifierOutputTarget(k) for k in CHOSEN])
+    assert np.abs(ours("fullgrad", name) - theirs).max() < 1e-5
+
+
 @pytest.mark.parametrize("target", ["class", "probability"])
 @pytest.mark.parametrize("name", ["gap", "signed", "vgg", "normed"])  # of tokens, the peer's hooks fail
 def test_shapley_cam_is_pytorch_grad_cams(name: str, target: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import sigcam
 from sigcam.core.errors import DataError
@@ -17,8 +17,7 @@ from sigcam.methods.backpropagation import BiasCalls, guided_gradients, scored_i
 from sigcam.methods.probe import Probe
 from sigcam.methods.targets import Branch
 from support.method_cases import BRANCHES, CHOSEN, Signed, close, fitted, network, pictures, plain, raw
-from support.method_oracles import Array, bilinear
-from support.oracles import min_max
+from support.method_oracles import full_gradient
 from support.tiny import Normed, untouched
 
 NETWORKS = ["gap", "vgg", "normed"]
@@ -85,32 +84,6 @@ def test_image_and_biases_times_gradients_add_up_to_the_score(name: str, branch:
         for gradient, bias in zip(by_layer, recorder.biases, strict=True):
             total = total + (0 if gradient is None else (gradient * bias).sum())
         assert float(total.detach()) == pytest.approx(float(probe.scores[i, 0].detach()), rel=1e-9)
-
-
-def full_gradient(model: nn.Module, image: Tensor, k: int) -> Array:
-    """Zeros added to the output of every convolution and normalisation, and the gradient by them."""
-    added: list[tuple[Tensor, nn.Module]] = []
-
-    def add(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        added.append((torch.zeros_like(out).requires_grad_(), module))
-        return out + added[-1][0]
-
-    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.BatchNorm2d)]
-    handles = [layer.register_forward_hook(add) for layer in layers]
-    pixels = image[None].clone().requires_grad_()
-    score = model(pixels)[0, k]
-    for handle in handles:
-        handle.remove()
-    gradients = torch.autograd.grad(score, [pixels, *(zeros for zeros, _ in added)])
-    total = min_max(np.abs((image * gradients[0][0]).detach().numpy()).sum(0))
-    for g, (_, layer) in zip(gradients[1:], added, strict=True):
-        bias: Any = layer.bias
-        if isinstance(layer, nn.BatchNorm2d):
-            bias = layer.bias - layer.weight * layer.running_mean / (layer.running_var + layer.eps).sqrt()
-        for b, channel in zip(bias, g[0], strict=True):
-            total = total + bilinear(min_max(np.abs(float(b.detach()) * channel.numpy())), *image.shape[1:])
-    found: Array = total
-    return found
 
 
 @pytest.mark.parametrize("branch", BRANCHES)

@@ -31,8 +31,8 @@ def guided_backpropagation(probe: Probe) -> Tensor:
 
 @method("fullgrad", gives="pixels", signed=False, aliases=("fullgradient",))
 def fullgrad(probe: Probe) -> Tensor:
-    """Image times gradient, and for each channel of each layer bias times gradient, all as absolute values
-    scaled from 0 to 1, enlarged and added up (Srinivas and Fleuret, 2019), for convolutional networks."""
+    """Image times gradient, and bias times gradient of each layer: absolute values of each channel, scaled
+    from 0 to 1, enlarged and added up (Srinivas and Fleuret, 2019), for convolutional networks."""
     rows = []
     for image, classes in scored_images(probe, recorder := BiasCalls()):
         maps = []
@@ -40,7 +40,7 @@ def fullgrad(probe: Probe) -> Tensor:
             by_image, *by_layer = torch.autograd.grad(
                 score, [image, *recorder.outputs], retain_graph=True, allow_unused=True
             )
-            parts = [(image.detach() * by_image).abs().sum(1, keepdim=True)]
+            parts = [(image.detach() * by_image).abs()]
             parts += [g.mul(b).abs() for g, b in zip(by_layer, recorder.biases, strict=True)
                       if g is not None and g.ndim == 4]  # fmt: skip
             each = [unit_range(at_least_float32(part)).sum(1, keepdim=True) for part in parts]
