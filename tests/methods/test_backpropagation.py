@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sigcam
-from sigcam.core.errors import DataError
 from sigcam.methods.backpropagation import BiasCalls, guided_gradients, scored_images
 from sigcam.methods.probe import Probe
 from sigcam.methods.targets import Branch
-from support.method_cases import BRANCHES, CHOSEN, Signed, close, fitted, network, pictures, plain, raw
+from support.method_cases import BRANCHES, CHOSEN, close, network, pictures, plain, raw
 from support.method_oracles import full_gradient
 from support.tiny import Normed, untouched
 
@@ -60,7 +59,7 @@ def test_guided_gradients_are_those_of_relus_with_positive_gradients(
         assert close(maps[i], expected[0].abs().sum(0).numpy(), 1e-9)
 
 
-def test_guided_backpropagation_is_the_peers_and_needs_a_relu() -> None:
+def test_guided_backpropagation_is_the_peers() -> None:
     import pytorch_grad_cam as pgc
 
     net, x = network("vgg"), pictures("vgg")
@@ -69,8 +68,13 @@ def test_guided_backpropagation_is_the_peers_and_needs_a_relu() -> None:
         ours = sigcam.GuidedBackpropReLUModel(net.model, "cpu")(x[:1], category)
         assert ours.shape == theirs.shape == (*x.shape[2:], 3)
         assert np.abs(ours - theirs).max() < 1e-6 * np.abs(theirs).max()
-    with pytest.raises(DataError, match="Signed has none: use 'saliency'"):
-        raw(fitted(Signed(), (16, 24)), pictures("signed"), "guided-backpropagation")
+
+
+def test_without_relus_guided_gradients_are_gradients() -> None:
+    probe, x = probed("signed", "softmax")
+    image = x.clone().requires_grad_()
+    score = plain(probe.net, "softmax", "signed").model(image)[[0, 1], CHOSEN].sum()
+    assert close(guided_gradients(probe)[:, 0], torch.autograd.grad(score, image)[0].numpy(), 1e-9)
 
 
 @pytest.mark.parametrize("branch", ["softmax", "sigmoid"])

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sigcam.core.errors import ConfigError
 from sigcam.methods.postprocess import resize, unit_range
 from sigcam.methods.probe import Probe, report_share
 from sigcam.methods.registry import method
@@ -25,7 +24,7 @@ _BATCH_NORM = inspect.signature(F.batch_norm)
 @method("guided-backpropagation", gives="pixels", signed=False, aliases=("guidedbackprop",))
 def guided_backpropagation(probe: Probe) -> Tensor:
     """The score's gradient with respect to each pixel, of which every ReLU lets only the positive part pass
-    (Springenberg et al., 2015); the sum over channels of absolute values."""
+    (Springenberg et al., 2015); without ReLUs it is the gradient."""
     return guided_gradients(probe).abs().sum(2)
 
 
@@ -52,12 +51,7 @@ def fullgrad(probe: Probe) -> Tensor:
 def guided_gradients(probe: Probe) -> Tensor:
     """Return (B, K, C, H, W) guided gradients."""
     rows = []
-    for image, classes in scored_images(probe, guide := GuidedCalls()):
-        if not guide.seen:
-            kind = type(probe.net.model).__name__
-            raise ConfigError(
-                f"guided-backpropagation changes the gradient of ReLUs, and {kind} has none: use 'saliency'."
-            )
+    for image, classes in scored_images(probe, GuidedCalls()):
         gradients = [torch.autograd.grad(score, image, retain_graph=True)[0][0] for score in classes]
         rows.append(torch.stack([at_least_float32(gradient) for gradient in gradients]))
     return torch.stack(rows)
@@ -99,14 +93,8 @@ class SeenCalls(TorchFunctionMode):
 class GuidedCalls(SeenCalls):
     """Lets the positive part of the gradient pass each ReLU."""
 
-    seen = False
-
-    def clear(self) -> None:
-        self.seen = False
-
     def see(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
         if name in _RELUS:
-            self.seen = True
             out.register_hook(lambda gradient: gradient.clamp(min=0))
         return out
 
