@@ -73,6 +73,7 @@ class BatchEvaluator:
     Args:
         others: further branches of the network's classifier, by name; they share its pass.
         curve_steps: steps of insertion and deletion.
+        map_samples: masks, noises or steps of methods that take them; None for their default.
     """
 
     net: DualBranch
@@ -82,6 +83,7 @@ class BatchEvaluator:
     zoom: float
     others: Mapping[str, DualBranch] = field(default_factory=dict)
     curve_steps: int = 224
+    map_samples: int | None = None
 
     def uses(self, *parts: str) -> bool:
         """Whether a metric uses one of these parts of the record."""
@@ -158,11 +160,13 @@ class BatchEvaluator:
         masked by them."""
         net, fidelity = self.net, self.uses("predicted_maps", "scores", "curves")
         assert variant.method is not None
-        cam = fidelity and METHODS[variant.method].finish == "min-max" and variant.scale == "unit"
+        cam = fidelity and METHODS[variant.method].masks_are_resized and variant.scale == "unit"
         classes = [located] * self.uses("maps") + [absent] * self.uses("absent_maps")
         classes += [predicted] * (fidelity and not cam)  # masks of CAM are resized otherwise
         if classes:
             config, chosen = variant.map_config(), torch.cat(classes, 1)
+            if METHODS[variant.method].samples:
+                config = replace(config, samples=self.map_samples)
             maps = explain_pass(*source, config, classes=chosen, size=forward.image, zoom=self.zoom).maps
             record = replace(record, maps=maps[:, 0].cpu()) if self.uses("maps") else record
             if self.uses("absent_maps"):

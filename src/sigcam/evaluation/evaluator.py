@@ -40,6 +40,7 @@ def evaluate(
     others: Mapping[str, DualBranch] | None = None,
     zoom: float = 1.0,
     curve_steps: int = 224,
+    map_samples: int | None = None,
     val: Result | None = None,
     intervals: bool = False,
     transform: Callable[[Image.Image], Tensor] | None = None,
@@ -68,6 +69,7 @@ def evaluate(
             network's own; each is one more branch of the result.
         zoom: factor by which images are enlarged to draw finer maps, as for `explain`.
         curve_steps: steps of insertion and deletion; RISE has 224.
+        map_samples: masks, noises or steps of methods that take them, as `samples` of `explain`.
         val: result of the same evaluation on a validation split; adds accuracies at its best thresholds.
         intervals: add bootstrap intervals over images.
         transform: turns an image into a (3, H, W) tensor, without cropping; `net.transform` by default.
@@ -81,7 +83,7 @@ def evaluate(
     net = net.for_many(len(samples))
     specs, left_out = choose_metrics(metrics, samples, network=True, maps_of_labels=class_from == "label")
     scorers = tuple(dict.fromkeys(scorers))
-    evaluator = BatchEvaluator(net, specs, class_from, scorers, zoom, others, curve_steps)
+    evaluator = BatchEvaluator(net, specs, class_from, scorers, zoom, others, curve_steps, map_samples)
     samples = _prepare_samples(samples, evaluator, transform)
     variants = _variants(methods, branches, others, clamps, scales)
     variants = _calibrated(variants, net, others, zoom)  # raises before any work
@@ -98,6 +100,7 @@ def evaluate(
         batch_size,
         skip_unreadable,
         curve_steps,
+        map_samples,
     )
     facts = path and [evaluation_facts(net, samples, transform, others), options]
     checkpoint = EvalCheckpoint(path, facts, table)
@@ -293,6 +296,7 @@ def _about(
         "preprocessing": str(transform),
         "class_from": evaluator.class_from,
         "zoom": evaluator.zoom,
+        **({"map_samples": evaluator.map_samples} if evaluator.map_samples else {}),
         "confidence": {scorer: SCORERS[scorer] for scorer in evaluator.scorers},
         "masking": "the normalised image times the predicted class's map",
     }

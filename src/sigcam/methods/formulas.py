@@ -63,7 +63,7 @@ def hires_cam(probe: Probe) -> Tensor:
     return probe.grads
 
 
-def _copy_for_masks(probe: Probe) -> DualBranch:
+def copy_for_masks(probe: Probe) -> DualBranch:
     """The network with an optimised private copy of its model, where that has the same logits; made anew,
     since the weights may change between calls."""
     net, image = probe.net, probe.forward_pass.images[:1]
@@ -85,7 +85,7 @@ def score_cam(probe: Probe) -> Tensor:
     count, channels = features.shape[:2]
     batch_size = probe.batch_size or (CPU_BATCH if images.device.type == "cpu" else GPU_BATCH)
     top_n = min(probe.top_n or channels, channels)
-    net = _copy_for_masks(probe) if count * top_n >= MANY_MASKS else probe.net
+    net = copy_for_masks(probe) if count * top_n >= MANY_MASKS else probe.net
     batch_size = smaller_batch(min(batch_size, top_n), probe.net, images)
     chosen = features.flatten(2).std(2).topk(top_n, dim=1).indices.sort(1).values  # (B, top_n)
     scores = features.new_full((count, probe.classes.shape[1], channels), float("-inf"))

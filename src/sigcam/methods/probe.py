@@ -1,5 +1,8 @@
 """Probe: what a CAM method may ask about a batch: features, scores, gradients, scores of altered inputs."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,12 +23,30 @@ from sigcam.methods.targets import (
 from sigcam.network.dual import DualBranch, ForwardPass, linear_weight
 from sigcam.network.pass_memory import smaller_batch
 
+_REPORT = ContextVar[Callable[[float], None] | None]("report", default=None)
 MAX_VARIANTS = 2**24  # numbers in the altered features of one pass, where batch_size is not given
 
 
 def no_autocast(tensor: Tensor) -> torch.autocast:
     """Switch autocast off, so that products keep the precision of their factors."""
     return torch.autocast(tensor.device.type, enabled=False)
+
+
+@contextmanager
+def shares_reported(report: Callable[[float], None]) -> Iterator[None]:
+    """Call `report` with the share of a batch that is done, while a method that takes long runs in the block."""
+    token = _REPORT.set(report)
+    try:
+        yield
+    finally:
+        _REPORT.reset(token)
+
+
+def report_share(share: float) -> None:
+    """Say that a method is done with this share of a batch."""
+    report = _REPORT.get()
+    if report is not None:
+        report(share)
 
 
 @dataclass(eq=False, repr=False)
@@ -43,6 +64,7 @@ class Probe:
     target: Target = class_score
     batch_size: int | None = None  # images, or variants of features, to give `rescore` at a time
     top_n: int | None = None  # channels that a perturbation method may try
+    samples: int = 1  # masks, noises or steps
 
     @cached_property
     def features(self) -> Tensor:
@@ -154,6 +176,21 @@ class Probe:
             assert features is not None
             altered = self.net.rescore(self.forward_pass, index, features)
         return self._scores(at_least_float32(branch_logits(altered, self.branch)), index)
+
+    def image_logits(self, images: Tensor) -> Tensor:
+        """Return (R, C) logits of the branch for other images, differentiable with respect to them."""
+        logits = branch_logits(forward_pass := self.net.run_from_images(images), self.branch)
+        if not forward_pass.features.requires_grad:
+            kind = type(self.net.model).__name__
+            raise ConfigError(f"no gradient passes from the images to the features of {kind}.")
+        return at_least_float32(logits)
+
+    def score_of(self, logits: Tensor, index: int, k: int) -> Tensor:
+        """Return (R,) scores of image `index`'s k-th class, of its own logits or of others (R, C)."""
+        score = self._scores(logits, index)[:, k]
+        if torch.is_grad_enabled() and not score.requires_grad:
+            raise ConfigError("the target is not differentiable with respect to the logits.")
+        return score
 
     def _scores(self, logits: Tensor, index: int | None = None) -> Tensor:
         """Return (B, K) scores of the batch's logits, or (R, K) of R altered logits of image `index`."""
