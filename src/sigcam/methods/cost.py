@@ -19,8 +19,8 @@ def is_long(config: MapConfig) -> bool:
 
 
 def cost_note(net: DualBranch, config: MapConfig) -> str:
-    """Return how many passes an image takes, and about how long on this machine: "rise: 4000 passes an image, about
-    2 minutes"; by the time of one pass."""
+    """Return how many passes an image takes, and about how long on this machine, by the time of one:
+    "rise: 4000 passes an image, about 2 minutes"."""
     config = config.checked()
     method, example = METHODS[config.method], net.example
     net.run(example)  # the first one takes longer

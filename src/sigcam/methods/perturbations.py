@@ -19,7 +19,7 @@ from sigcam.network.pass_memory import smaller_batch
 # RISE (Petsiuk et al., 2018, Sec. 3.2 and 4)
 CELLS, SHOWN = 7, 0.5  # cells of a mask each way, and the probability with which one is shown
 
-# Extremal perturbations (Fong et al., 2019); lengths are those of an image with 224 pixels on its shorter side
+# Extremal perturbations (Fong et al., 2019); lengths are those of an image of 224 pixels on its shorter side
 SIDE = 224
 STEP, RADIUS, BLUR = (
     7,
@@ -35,8 +35,8 @@ RATE, MOMENTUM, PENALTY = 0.01, 0.9, 300.0  # of gradient descent; the penalty d
 
 @method("rise", gives="pixels", finish="min-max", perturbs="images", signed=False, samples=4000)
 def rise(probe: Probe) -> Tensor:
-    """Random masks added up, each weighted by the score of the image seen through it (Petsiuk et al., 2018); the
-    paper's score is the probability: `target="probability"`."""
+    """Random masks added up, each weighted by the score of the image seen through it (Petsiuk et al., 2018);
+    the paper's score is the probability: `target="probability"`."""
     images, count = probe.forward_pass.images, probe.samples
     usual = probe.batch_size or (CPU_BATCH if images.device.type == "cpu" else GPU_BATCH)
     batch = smaller_batch(min(usual, count), probe.net, images)
@@ -58,8 +58,8 @@ def rise(probe: Probe) -> Tensor:
 
 
 def random_grids(count: int, image: GridSize) -> tuple[Tensor, Tensor]:
-    """Return (N, 7, 7) cells that are shown or not, and (N, 2) shifts in pixels, up to the size of a cell; the
-    same for every image of that size."""
+    """Return (N, 7, 7) cells that are shown or not, and (N, 2) shifts in pixels, up to the size of a cell;
+    the same for every image of that size."""
     generator = torch.Generator().manual_seed(0)
     grids = (torch.rand(count, CELLS, CELLS, generator=generator) < SHOWN).float()
     rows, columns = (
@@ -69,8 +69,8 @@ def random_grids(count: int, image: GridSize) -> tuple[Tensor, Tensor]:
 
 
 def grown_masks(grids: Tensor, shifts: Tensor, image: GridSize) -> Tensor:
-    """Return (N, H, W) masks in [0, 1]: grids enlarged bilinearly to one cell more than the image, and cut out
-    at the shifts."""
+    """Return (N, H, W) masks in [0, 1]: grids enlarged bilinearly to one cell more than the image, and cut
+    out at the shifts."""
     height, width = ((CELLS + 1) * math.ceil(side / CELLS) for side in image)
     grown = resize(grids[:, None], GridSize(height, width), "bilinear")[:, 0]
     cut = [
@@ -89,8 +89,8 @@ def grown_masks(grids: Tensor, shifts: Tensor, image: GridSize) -> Tensor:
     aliases=("extremal",),
 )
 def extremal_perturbation(probe: Probe) -> Tensor:
-    """The smooth masks of four given areas that keep the score highest while all else is blurred (Fong et al.,
-    2019), added up and smoothed by a Gaussian."""
+    """The smooth masks of four given areas that keep the score highest while all else is blurred (Fong et
+    al., 2019), added up and smoothed by a Gaussian."""
     images = probe.forward_pass.images
     usual = probe.batch_size or len(AREAS)
     batch = smaller_batch(min(usual, len(AREAS)), probe.net, images, grad="images")
@@ -145,8 +145,8 @@ def mask_grid(image: GridSize) -> GridSize:
 
 
 def mask_kernel(image: GridSize, points: GridSize) -> Tensor:
-    """Return (points, points) the kernel's value for each two points: exp(-max(0, d - 1)^2 / 4) at distance d, in
-    units of its radius."""
+    """Return (points, points) the kernel's value for each two points: exp(-max(0, d - 1)^2 / 4) at distance
+    d, in units of its radius."""
     rows, columns = (
         (torch.arange(count, dtype=torch.float64) + 0.5) * side / count
         for count, side in zip(points, image, strict=True)
