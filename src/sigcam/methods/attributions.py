@@ -75,7 +75,7 @@ def deeplift(probe: Probe) -> Tensor:
     return _pixels(signed_deeplift(probe))
 
 
-@method("lrp", gives="pixels", signed=False, package="captum", passes=2)
+@method("lrp", gives="pixels", needs="rules", signed=False, package="captum", passes=2)
 def lrp(probe: Probe) -> Tensor:
     """Relevance passed back by the epsilon rule in every layer (Bach et al., 2015), which in a network of
     ReLUs is gradient times image; for networks without attention and layer normalisation."""
@@ -178,7 +178,8 @@ def _without_overlap(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         padded = F.pad(image, edges, value=float(image.detach().amin()) - 1)  # never the maximum
         windows = F.unfold(padded, kernel, dilation, stride=stride)  # (B, C * k * k, P * Q)
         windows = windows.unflatten(1, (image.shape[1], -1)).transpose(2, 3).flatten(2)
-        return F.max_pool1d(windows, kernel[0] * kernel[1]).unflatten(2, tuple(size))
+        out: Tensor = F.max_pool1d(windows, kernel[0] * kernel[1]).unflatten(2, tuple(size))
+        return out
 
     return pooled
 
@@ -190,7 +191,8 @@ def signed_lrp(probe: Probe) -> Tensor:
     def attribute(job: Job) -> Tensor:
         def score(logits: Tensor) -> Tensor:
             if has_torch_function_unary(logits):  # one function to the rules
-                return handle_torch_function(score, (logits,), logits)
+                found: Tensor = handle_torch_function(score, (logits,), logits)
+                return found
             return job.score(logits)
 
         calls = FunctionCalls(lambda images: score(job.logits(images)), _with_rule, job.image)
@@ -259,7 +261,7 @@ class Job:
         total = float(found.sum(dtype=torch.float64))
         if abs(total - (score - reference)) > INCOMPLETE * max(abs(score - reference), INCOMPLETE):
             log.warning(
-                "image %d: attributions add up to %.3g, the score's difference from the reference's is %.3g: %s",
+                "image %d: attributions add up to %.3g, and the score changes from the reference by %.3g: %s",
                 self.index,
                 total,
                 score - reference,

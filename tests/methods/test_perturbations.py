@@ -1,0 +1,73 @@
+"""RISE and extremal perturbations against slow loops of their papers' formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from sigcam.core.types import GridSize
+from sigcam.methods import perturbations
+from sigcam.methods.explainer import explain
+from sigcam.methods.perturbations import mask_grid, random_grids
+from sigcam.methods.targets import Branch
+from sigcam.network.dual import DualBranch
+from support.attribution_oracles import Score, extremal_map, rise_map
+from support.method_cases import BRANCHES, CHOSEN, close, network, pictures, plain, raw
+
+
+def score_of(net: DualBranch, name: str, branch: Branch, k: int) -> Score:
+    """The logit of class k by a plain model."""
+    model = plain(net, branch, name).model
+
+    def score(image: Tensor) -> Tensor:
+        logits: Tensor = model(image[None])
+        return logits[0, k]
+
+    return score
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("name", ["gap", "vgg", "vit"])
+def test_rise_is_its_formula(name: str, branch: Branch) -> None:
+    net, x = network(name), pictures(name)
+    maps = raw(net, x, "rise", branch=branch, classes=CHOSEN, samples=5, size="image")
+    grids, shifts = random_grids(5, GridSize.of(x))
+    for i, k in enumerate(CHOSEN):
+        with torch.no_grad():
+            expected = rise_map(score_of(net, name, branch, k), x[i], grids, shifts)
+        assert close(maps[i], expected, 1e-5)  # masks are made in float32
+
+
+def test_masks_are_random_halves_that_shift_by_up_to_a_cell() -> None:
+    grids, shifts = random_grids(4000, GridSize(224, 224))
+    assert grids.shape == (4000, 7, 7) and abs(float(grids.mean()) - 0.5) < 0.01
+    assert int(shifts.min()) == 0 and int(shifts.max()) == 32
+    masks = perturbations.grown_masks(grids[:50], shifts[:50], GridSize(224, 224))
+    assert masks.shape == (50, 224, 224) and float(masks.min()) == 0 and float(masks.max()) == 1
+    again, _ = random_grids(4000, GridSize(224, 224))
+    assert torch.equal(again, grids)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_an_extremal_perturbation_is_its_formula(branch: Branch) -> None:
+    net, x = network("vgg"), pictures("vgg")
+    maps = raw(net, x, "extremal-perturbation", branch=branch, classes=CHOSEN, samples=3, size="image")
+    points = mask_grid(GridSize.of(x))
+    for i, k in enumerate(CHOSEN):
+        expected = extremal_map(score_of(net, "vgg", branch, k), x[i], points, 3)
+        assert close(maps[i], expected, 1e-7)
+
+
+def test_the_best_mask_has_the_area_and_the_score_of_where_the_evidence_is() -> None:
+    net = network("gap")
+    x = torch.zeros(1, 3, 32, 32, dtype=torch.float64)
+    x[:, :, 4:12, 4:12] = 3 * torch.randn(
+        3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    logits = net(x).softmax
+    best = int((logits - net(torch.zeros_like(x)).softmax).argmax())
+    ex = explain(net, x, "extremal-perturbation", branch="softmax", classes=best, samples=150, scale="raw")
+    inside, whole = ex.maps[0, 2:14, 2:14].sum(), ex.maps[0].sum()
+    assert float(inside / whole) > 0.5
+    assert 0.2 < float(whole / (32 * 32)) / (0.025 + 0.05 + 0.1 + 0.2) < 2
