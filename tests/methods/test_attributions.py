@@ -1,8 +1,9 @@
-"""Attributions to pixels: captum's own on a plain model, their sums, networks that captum alone gets wrong."""
+"""Attributions to pixels: captum's own on a plain model, their sums, networks that captum gets wrong."""
 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -283,3 +284,57 @@ def test_zoom_and_smoothing_work_with_pixels() -> None:
         maps = explain(net, x, "saliency", **options).maps
         assert maps.shape == plain_maps.shape and float(maps.amax()) == 1
         assert not torch.allclose(maps, plain_maps, atol=1e-3)
+
+
+class Clipped(Modules):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act1 = nn.ReLU6()
+
+
+class Windows(Modules):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.MaxPool2d(3, 2, 1)
+
+
+@pytest.mark.filterwarnings("ignore:(?s)Setting forward, backward hooks")
+@pytest.mark.parametrize("make", [Clipped, Windows])
+def test_captums_deeplift_does_not_add_up_where_ours_does(make: type[Modules]) -> None:
+    net, x = made(make)
+    x = 20 * x  # so that values are clipped
+    asked, reference = probe(net, x), probe(net, torch.zeros_like(x))
+    difference = float((asked.scores - reference.scores)[0, 0])
+    with torch.no_grad():
+        ours = float(attributions.signed_deeplift(asked)[0, 0].sum())
+    image = x[:1].clone().requires_grad_()
+    theirs = float(captum.DeepLift(of_branch(net, "softmax")).attribute(image, target=0).sum())
+    assert abs(ours - difference) < 1e-6 * abs(difference) < 0.01 * abs(difference) < abs(theirs - difference)
+
+
+def test_captums_lrp_counts_relevance_twice_where_features_are_added() -> None:
+    class Added(Modules):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.act1(self.conv1(x))
+            logits: Tensor = self.head(self.average(self.act2(self.conv2(x + x))).flatten(1))
+            return logits
+
+    net, x = made(Added)
+    asked = probe(net, x)
+    with torch.no_grad():
+        ours = attributions.signed_lrp(asked)[0, 0]
+    model = of_branch(net, "softmax")
+    model.norm, model.pool = nn.Identity(), nn.Identity()  # which do not run
+    del model.norm, model.pool
+    theirs = captum.LRP(model).attribute(x[:1].clone().requires_grad_(), target=0)[0]
+    assert torch.allclose(theirs, 2 * ours, rtol=1e-4, atol=1e-9)
+
+
+def test_captum_refuses_a_module_that_runs_twice() -> None:
+    net, x = made(Residual)
+    for method in (captum.DeepLift, captum.LRP):
+        with (
+            pytest.raises((RuntimeError, TypeError, AssertionError)),
+            warnings.catch_warnings(action="ignore"),
+        ):
+            method(of_branch(net, "softmax")).attribute(x[:1].clone().requires_grad_(), target=0)
