@@ -107,7 +107,7 @@ def extremal_mask(score: Score, image: Tensor, points: tuple[int, int], area: fl
             ]
         )
 
-    values, speed, penalty = torch.ones(len(places), dtype=torch.float64), 0.0, 300.0
+    values, speed, penalty = torch.full((len(places),), 0.5, dtype=torch.float64), 0.0, 0.0
     for step in range(1, steps + 1):
         values = values.detach().requires_grad_()
         with torch.enable_grad():
@@ -119,12 +119,11 @@ def extremal_mask(score: Score, image: Tensor, points: tuple[int, int], area: fl
             shown = (1 - share) * stack.gather(-1, index)[..., 0] + share * stack.gather(-1, index + 1)[
                 ..., 0
             ]
-            gain = score(shown) - penalty * ((mask.flatten().sort().values - wanted) ** 2).mean()
+            gain = score(shown) - penalty * ((mask.flatten().sort(stable=True).values - wanted) ** 2).mean()
         (slope,) = torch.autograd.grad(gain, values)
         speed = 0.9 * speed + slope
         values = (values.detach() + 0.01 * speed).clamp(0, 1)
-        if step in (steps // 3, 2 * steps // 3):
-            penalty *= 2
+        penalty = 300.0 if 3 * step < steps else 600.0 if 3 * step < 2 * steps else 1200.0
     return mask_of(values.detach())
 
 

@@ -54,7 +54,7 @@ class FunctionCalls(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the function's value, through the modules."""
-        with _Routing(self) as routing:
+        with torch.enable_grad(), _Routing(self) as routing:
             out = self.function(images)
         if routing.done != len(self.calls):
             raise ConfigError("this network does not run the same functions in each pass.")

@@ -30,7 +30,7 @@ LEVELS = 8  # blurred images, between which others are interpolated
 TEMPERATURE = 1 / 20  # of the smooth maximum
 AREAS = (0.025, 0.05, 0.1, 0.2)  # of the image; the masks are added up and smoothed, as for the pointing game
 SMOOTHING = 0.09  # standard deviation, of the shorter side
-RATE, MOMENTUM, PENALTY = 0.01, 0.9, 300.0  # of gradient descent; the penalty doubles after each third of it
+RATE, MOMENTUM, PENALTY = 0.01, 0.9, 300.0  # of gradient ascent; the penalty doubles after each third of it
 
 
 @method("rise", gives="pixels", finish="min-max", perturbs="images", signed=False, samples=4000)
@@ -119,20 +119,20 @@ def best_masks(probe: Probe, index: int, k: int, areas: Tensor, shares: tuple[fl
     pixels = torch.arange(size.height * size.width, device=image.device)
     hidden = ((1 - areas.double()) * len(pixels)).round().to(image.device)
     wanted = (pixels >= hidden[:, None]).to(exact)  # (A, H*W) zeros, then ones
-    grid = torch.ones(len(areas), *points, dtype=exact.dtype, device=image.device)
-    grid, speed, penalty = grid.requires_grad_(), torch.zeros_like(grid), PENALTY
+    grid = torch.full((len(areas), *points), 0.5, dtype=exact.dtype, device=image.device)
+    grid, speed, penalty = grid.requires_grad_(), torch.zeros_like(grid), 0.0
     for step in range(probe.samples):
         with torch.enable_grad():
             masks = smooth_masks(grid, kernel, size)
             shown = shown_through(masks, levels).to(image.dtype)
             score = probe.score_of(probe.image_logits(shown), index, k)
-            excess = (masks.flatten(1).sort(1).values - wanted).square().mean(1)
+            excess = (masks.flatten(1).sort(1, stable=True).values - wanted).square().mean(1)
             (slope,) = torch.autograd.grad((score - penalty * excess).sum(), grid)
         with torch.no_grad():
             speed = MOMENTUM * speed + slope
             grid = (grid + RATE * speed).clamp(0, 1).requires_grad_()
-        if step + 1 in (probe.samples // 3, 2 * probe.samples // 3):
-            penalty *= 2
+        # the first step follows the score alone, which puts points in order that were equal
+        penalty = PENALTY * 2 ** (3 * (step + 1) // probe.samples)
         before, share, jobs = shares
         report_share((before + share * (step + 1) / probe.samples) / jobs)
     return smooth_masks(grid.detach(), kernel, size)
