@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import captum.attr as captum
@@ -285,6 +287,127 @@ def test_zoom_and_smoothing_work_with_pixels() -> None:
         assert not torch.allclose(maps, plain_maps, atol=1e-3)
 
 
+# ---------------------------------------------------------------------------------- deliberate differences
+
+# Peer, method: what the peer does; what we do; why. The page docs/differences.md shows these rows.
+DIFFERENCES: dict[str, tuple[str, str, str, str, str]] = {
+    "saliency_channels": (
+        "captum",
+        "Saliency",
+        "absolute gradients of each channel",
+        "their sum over channels; the paper takes the largest",
+        "one map for an image, to which each channel adds",
+    ),
+    "smoothgrad_noise": (
+        "captum",
+        "SmoothGrad (`NoiseTunnel`)",
+        "noise of standard deviation 1 unless told; also a mean of squares (`smoothgrad_sq`)",
+        "noise of 15 % of the image's range; the mean of gradients",
+        "the paper recommends 10 to 20 %, and its formula is the mean; squares are from another paper "
+        "(Hooker et al., 2019)",
+    ),
+    "attributions_without_inputs": (
+        "captum",
+        "integrated gradients, DeepLIFT",
+        "`multiply_by_inputs=False` leaves the factor (image - reference) out",
+        "always multiplies",
+        "without it attributions do not add up to the score's difference",
+    ),
+    "deeplift_activations": (
+        "captum",
+        "DeepLIFT",
+        "has a rule for modules of six activations; functions, ReLU6, SiLU or GELU get the plain "
+        "gradient without a word",
+        "the same rule for every call of an elementwise activation",
+        "sums hold on MobileNet and EfficientNet too",
+    ),
+    "deeplift_windows": (
+        "captum",
+        "DeepLIFT with max pooling",
+        "where windows overlap, keeps one of several values that go to the same pixel",
+        "pools copies of the windows side by side, with captum's rule",
+        "sums hold on ResNet and DenseNet too",
+    ),
+    "deeplift_pooled_activations": (
+        "captum",
+        "DeepLIFT with max pooling",
+        "gives another attribution where pooling directly follows an activation than where it follows "
+        "the same values",
+        "the attribution does not depend on it",
+        "the rule is about values",
+    ),
+    "lrp_sums": (
+        "captum",
+        "LRP",
+        "counts relevance twice where features are added by `+`; refuses a module without a rule",
+        "the epsilon rule for every call of a function, sums included; a gate (squeeze and excitation) "
+        "is a constant",
+        "relevance adds up to the score, but for biases",
+    ),
+}
+
+
+def test_every_difference_is_tested_and_on_the_page() -> None:
+    prefix = "test_difference_"
+    assert {name.removeprefix(prefix) for name in globals() if name.startswith(prefix)} == DIFFERENCES.keys()
+    page = (Path(__file__).parents[2] / "docs" / "differences.md").read_text()
+    rows = [line for line in page.partition("## Attributions")[2].splitlines() if line.startswith("| ")][1:]
+    assert rows == [f"| {' | '.join(row)} |" for row in DIFFERENCES.values()]
+
+
+def peer(method: type, net: DualBranch, image: Tensor, **options: Any) -> Tensor:
+    """captum's attribution to class 0 of the softmax head."""
+    with warnings.catch_warnings(action="ignore"):
+        model = of_branch(net, "softmax")
+        found: Tensor = method(model, **options).attribute(image.clone().requires_grad_(), target=0)
+    return found.detach()[0]
+
+
+def own(name: str, net: DualBranch, x: Tensor) -> Tensor:
+    """Our signed attribution of the first image to class 0."""
+    with torch.no_grad():
+        found: Tensor = getattr(attributions, f"signed_{name}")(probe(net, x))[0, 0]
+    return found
+
+
+def change(net: DualBranch, x: Tensor) -> float:
+    """What the score of class 0 changes from the reference to the first image."""
+    return float(net(x).softmax[0, 0] - net(torch.zeros_like(x)).softmax[0, 0])
+
+
+def test_difference_saliency_channels() -> None:
+    net, x = made(Modules)
+    theirs = peer(captum.Saliency, net, x[:1])
+    assert theirs.shape == (3, 12, 16) and bool((theirs >= 0).all())
+    ours = explain(net, x[:1], "saliency", branch="softmax", classes=0, scale="raw").maps[0]
+    assert torch.allclose(ours, theirs.sum(0)) and not torch.allclose(ours, theirs.amax(0))
+
+
+def test_difference_smoothgrad_noise() -> None:
+    net, x = made(Modules)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        tunnel = captum.NoiseTunnel(captum.Saliency(of_branch(net, "softmax")))
+        image, options = x[:1].clone().requires_grad_(), {"nt_samples": 50, "target": 0, "abs": False}
+        spread = 0.15 * float(x[0].max() - x[0].min())
+        wide, same, squares = (
+            tunnel.attribute(image, stdevs=stdevs, nt_type=kind, **options)[0].detach()
+            for stdevs, kind in ((1.0, "smoothgrad"), (spread, "smoothgrad"), (spread, "smoothgrad_sq"))
+        )
+    ours = own("smoothgrad", net, x)
+    near = float((ours - same).abs().mean())  # but for the draws
+    assert near < 0.5 * float((ours - wide).abs().mean()) or spread > 0.5
+    assert near < float((ours - squares).abs().mean()) and bool((squares >= 0).all())
+
+
+def test_difference_attributions_without_inputs() -> None:
+    net, x = made(Modules)
+    for name, method in (("integrated_gradients", captum.IntegratedGradients), ("deeplift", captum.DeepLift)):
+        factor = peer(method, net, x[:1], multiply_by_inputs=False)
+        assert torch.allclose(own(name, net, x), factor * x[0], rtol=1e-5, atol=1e-9)
+        assert abs(float(factor.sum()) - change(net, x)) > 0.05 * abs(change(net, x))
+
+
 class Clipped(Modules):
     def __init__(self) -> None:
         super().__init__()
@@ -297,33 +420,51 @@ class Windows(Modules):
         self.pool = nn.MaxPool2d(3, 2, 1)
 
 
-@pytest.mark.filterwarnings("ignore:(?s)Setting forward, backward hooks")
-@pytest.mark.parametrize("make", [Clipped, Windows])
-def test_captums_deeplift_does_not_add_up_where_ours_does(make: type[Modules]) -> None:
+def assert_ours_alone_adds_up(make: Callable[[], nn.Module]) -> None:
     net, x = made(make)
     x = 20 * x  # so that values are clipped
-    asked, reference = probe(net, x), probe(net, torch.zeros_like(x))
-    difference = float((asked.scores - reference.scores)[0, 0])
-    with torch.no_grad():
-        ours = float(attributions.signed_deeplift(asked)[0, 0].sum())
-    image = x[:1].clone().requires_grad_()
-    theirs = float(captum.DeepLift(of_branch(net, "softmax")).attribute(image, target=0).detach().sum())
-    assert abs(ours - difference) < 1e-6 * abs(difference) < 0.01 * abs(difference) < abs(theirs - difference)
+    expected = change(net, x)
+    assert abs(float(own("deeplift", net, x).sum()) - expected) < 1e-6 * abs(expected)
+    assert abs(float(peer(captum.DeepLift, net, x[:1]).sum()) - expected) > 0.01 * abs(expected)
 
 
-def test_captums_lrp_counts_relevance_twice_where_features_are_added() -> None:
-    class Added(Modules):
+def test_difference_deeplift_activations() -> None:
+    assert_ours_alone_adds_up(Clipped)
+
+
+def test_difference_deeplift_windows() -> None:
+    assert_ours_alone_adds_up(Windows)
+
+
+def test_difference_deeplift_pooled_activations() -> None:
+    class Direct(Modules):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.pool(self.act1(self.norm(self.conv1(x))))
+            logits: Tensor = self.head(self.average(self.act2(self.conv2(x))).flatten(1))
+            return logits
+
+    (net, x), (other, _) = made(Modules), made(Direct)
+    assert torch.equal(net(x).softmax, other(x).softmax)
+    assert torch.allclose(own("deeplift", net, x), own("deeplift", other, x), rtol=1e-9, atol=1e-12)
+    theirs = [peer(captum.DeepLift, each, x[:1]) for each in (net, other)]
+    assert not torch.allclose(*theirs, rtol=1e-2)
+
+
+def test_difference_lrp_sums() -> None:
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1, self.act1, self.conv2 = nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 8, 3)
+            self.act2, self.average, self.head = nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Linear(8, 4)
+
         def forward(self, x: Tensor) -> Tensor:
             x = self.act1(self.conv1(x))
             logits: Tensor = self.head(self.average(self.act2(self.conv2(x + x))).flatten(1))
             return logits
 
     net, x = made(Added)
-    asked = probe(net, x)
-    with torch.no_grad():
-        ours = attributions.signed_lrp(asked)[0, 0]
-    model = of_branch(net, "softmax")
-    model.norm, model.pool = nn.Identity(), nn.Identity()  # which do not run
-    del model.norm, model.pool
-    theirs = captum.LRP(model).attribute(x[:1].clone().requires_grad_(), target=0)[0]
-    assert torch.allclose(theirs, 2 * ours, rtol=1e-4, atol=1e-9)
+    theirs = captum.LRP(net.model).attribute(x[:1].clone().requires_grad_(), target=0)[0]
+    ours = own("lrp", net, x)
+    assert float((theirs - 2 * ours).abs().max()) < 1e-4 * float(ours.abs().max())
+    with pytest.raises(TypeError, match="no rule"):
+        captum.LRP(made(Clipped)[0].model).attribute(x[:1].clone().requires_grad_(), target=0)

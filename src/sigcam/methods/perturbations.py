@@ -126,7 +126,7 @@ def best_masks(probe: Probe, index: int, k: int, areas: Tensor, shares: tuple[fl
             masks = smooth_masks(grid, kernel, size)
             shown = shown_through(masks, levels).to(image.dtype)
             score = probe.score_of(probe.image_logits(shown), index, k)
-            excess = (masks.flatten(1).sort(1, stable=True).values - wanted).square().mean(1)
+            excess = (masks.flatten(1).sort(dim=1, stable=True).values - wanted).square().mean(1)
             (slope,) = torch.autograd.grad((score - penalty * excess).sum(), grid)
         with torch.no_grad():
             speed = MOMENTUM * speed + slope
