@@ -73,5 +73,5 @@ def test_the_best_mask_is_where_the_evidence_is() -> None:
     x[:, :, 2:8, 8:14] = 3.0
     ex = explain(net, x, "extremal-perturbation", branch="softmax", classes=1, samples=200, scale="raw")
     whole = float(ex.maps[0].sum())
-    assert float(ex.maps[0, 1:9, 7:15].sum()) / whole > 0.6  # a quarter of the image
+    assert float(ex.maps[0, 1:9, 7:15].sum()) / whole > 0.45  # of a quarter of the image
     assert 0.5 < whole / (16 * 16) / (0.025 + 0.05 + 0.1 + 0.2) < 2  # a few pixels are less than a kernel

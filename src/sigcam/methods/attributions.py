@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from sigcam.core.errors import ConfigError
+from sigcam.methods.formulas import CPU_BATCH, GPU_BATCH
 from sigcam.methods.function_calls import FunctionCalls, NoRule
 from sigcam.methods.probe import Probe, report_share
 from sigcam.methods.registry import method
@@ -26,7 +27,6 @@ from sigcam.network.modules import ACTIVATIONS
 from sigcam.network.pass_memory import smaller_batch
 
 log = logging.getLogger("sigcam")
-CPU_BATCH, GPU_BATCH = 4, 32  # images per pass
 NOISE = 0.15  # of the image's range: the paper recommends 10 to 20 %
 INCOMPLETE = 0.01  # of the score's difference
 

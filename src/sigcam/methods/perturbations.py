@@ -17,7 +17,7 @@ from sigcam.methods.targets import at_least_float32
 from sigcam.network.pass_memory import smaller_batch
 
 # RISE (Petsiuk et al., 2018, Sec. 3.2 and 4)
-CELLS, SHOWN = 7, 0.5  # cells of a mask each way, and the probability with which one is shown
+MASK_CELLS, SHARE_SHOWN = 7, 0.5  # cells of a mask each way, and the probability with which one is shown
 
 # Extremal perturbations (Fong et al., 2019); lengths are those of an image of 224 pixels on its shorter side
 SIDE = 224
@@ -54,16 +54,16 @@ def rise(probe: Probe) -> Tensor:
             scores = probe.rescore(i, images=images[i] * masks[:, None].to(images.dtype), net=net)  # (R, K)
             maps[i] += torch.einsum("rk,rhw->khw", scores.double(), masks.double())
         report_share(min(start + batch, count) / count)
-    return (maps / (count * SHOWN)).to(probe.features.dtype)
+    return (maps / (count * SHARE_SHOWN)).to(probe.features.dtype)
 
 
 def random_grids(count: int, image: GridSize) -> tuple[Tensor, Tensor]:
     """Return (N, 7, 7) cells that are shown or not, and (N, 2) shifts in pixels, up to the size of a cell;
     the same for every image of that size."""
     generator = torch.Generator().manual_seed(0)
-    grids = (torch.rand(count, CELLS, CELLS, generator=generator) < SHOWN).float()
+    grids = (torch.rand(count, MASK_CELLS, MASK_CELLS, generator=generator) < SHARE_SHOWN).float()
     rows, columns = (
-        torch.randint(math.ceil(side / CELLS) + 1, (count,), generator=generator) for side in image
+        torch.randint(math.ceil(side / MASK_CELLS) + 1, (count,), generator=generator) for side in image
     )
     return grids, torch.stack([rows, columns], 1)
 
@@ -71,7 +71,7 @@ def random_grids(count: int, image: GridSize) -> tuple[Tensor, Tensor]:
 def grown_masks(grids: Tensor, shifts: Tensor, image: GridSize) -> Tensor:
     """Return (N, H, W) masks in [0, 1]: grids enlarged bilinearly to one cell more than the image, and cut
     out at the shifts."""
-    height, width = ((CELLS + 1) * math.ceil(side / CELLS) for side in image)
+    height, width = ((MASK_CELLS + 1) * math.ceil(side / MASK_CELLS) for side in image)
     grown = resize(grids[:, None], GridSize(height, width), "bilinear")[:, 0]
     cut = [
         mask[y:, x:][: image.height, : image.width]
