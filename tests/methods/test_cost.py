@@ -57,14 +57,6 @@ def test_the_command_says_what_an_image_takes(
     assert "rise: 200 passes an image, about " in shown and "passes: 200 of 200" in shown
     assert run(monkeypatch, "explain", picture, "--method", "grad-cam", "--samples", "200", *words) == 2
     assert "samples is a number of masks" in capsys.readouterr().err
-    words = (
-        "--data",
-        place / "data",
-        "--model",
-        spec(place),
-        "--branch",
-        "softmax",
-        "--method",
-        "smoothgrad",
-    )
-    assert run(monkeypatch, "evaluate", *words, "--map-samples", "2", "--output", place / "numbers") == 0
+    words = ("--data", place / "data", "--model", spec(place), "--branch", "softmax", "--map-samples", "2")
+    numbers = ("--method", "smoothgrad,rise", "--output", place / "numbers")
+    assert run(monkeypatch, "evaluate", *words, *numbers) == 0
