@@ -463,7 +463,7 @@ def test_difference_lrp_sums() -> None:
             return logits
 
     net, x = made(Added)
-    theirs = captum.LRP(net.model).attribute(x[:1].clone().requires_grad_(), target=0)[0]
+    theirs = captum.LRP(net.model).attribute(x[:1].clone().requires_grad_(), target=0)[0].detach()
     ours = own("lrp", net, x)
     assert float((theirs - 2 * ours).abs().max()) < 1e-4 * float(ours.abs().max())
     with pytest.raises(TypeError, match="no rule"):

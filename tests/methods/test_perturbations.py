@@ -53,12 +53,10 @@ def test_masks_are_random_halves_that_shift_by_up_to_a_cell() -> None:
 
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_an_extremal_perturbation_is_its_formula(branch: Branch) -> None:
-    net, x = network("vgg"), pictures("vgg")
-    maps = raw(net, x, "extremal-perturbation", branch=branch, classes=CHOSEN, samples=3, size="image")
-    points = mask_grid(GridSize.of(x))
-    for i, k in enumerate(CHOSEN):
-        expected = extremal_map(score_of(net, "vgg", branch, k), x[i], points, 3)
-        assert close(maps[i], expected, 1e-7)
+    net, x = network("vgg"), pictures("vgg")[:1]
+    maps = raw(net, x, "extremal-perturbation", branch=branch, classes=3, samples=3, size="image")
+    expected = extremal_map(score_of(net, "vgg", branch, 3), x[0], mask_grid(GridSize.of(x)), 3)
+    assert close(maps[0], expected, 1e-7)
 
 
 def test_the_best_mask_is_where_the_evidence_is() -> None:

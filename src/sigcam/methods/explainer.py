@@ -16,6 +16,7 @@ from torch import Tensor
 from sigcam.core.errors import ConfigError
 from sigcam.core.memory import check_memory
 from sigcam.core.types import GridSize
+from sigcam.methods.cost import is_long
 from sigcam.methods.explanation import Explanation, is_calibrated
 from sigcam.methods.formulas import first_component
 from sigcam.methods.inputs import Classes, ImageSource, Scores, as_batch, choose_classes, output_size
@@ -101,6 +102,8 @@ def explain(
         raise ConfigError("layers is a list of layers, such as layers=['layer3', 'layer4'].")
     if layers and METHODS[config.method].gives == "pixels":
         raise ConfigError(f"{config.method} explains pixels, not a layer: leave layers out.")
+    if is_long(config):
+        log.info("%s: %d passes an image", config.method, config.passes)
     batch, seen = as_batch(net, images)
     points = tuple(net.feature_point(layer) for layer in layers) if layers else (net.split.point,)
     if len(points) > 1 and scale != "unit":
