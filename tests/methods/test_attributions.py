@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -276,6 +278,12 @@ def test_a_missing_captum_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(MissingExtra, match=r"saliency needs captum: pip install 'sigcam\[attribution\]'"):
         MapConfig("saliency").checked()
     MapConfig("rise").checked()
+
+
+@pytest.mark.slow
+def test_captum_is_not_imported_before_it_is_used() -> None:
+    code = "import sys, sigcam; sigcam.list_methods(), sigcam.explain; assert 'captum' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_zoom_and_smoothing_work_with_pixels() -> None:
