@@ -424,8 +424,8 @@ def bilinear(values: Array, height: int, width: int, *, aligned: bool = False) -
 
 
 def full_gradient(model: nn.Module, image: Tensor, k: int, *, epsilon: float = 0.0) -> Array:
-    """FullGrad, from zeros added to the output of every convolution and normalisation; a peer adds `epsilon` to
-    the range by which it divides."""
+    """FullGrad, from zeros added to the output of every convolution and normalisation; a peer adds `epsilon`
+    to the range by which it divides."""
     added: list[tuple[Tensor, nn.Module]] = []
 
     def add(module: nn.Module, args: Any, out: Tensor) -> Tensor:
