@@ -11,7 +11,7 @@ import pytest
 import pytorch_grad_cam as pgc
 import torch
 from captum.attr import LayerGradCam
-from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
+from pytorch_grad_cam.utils.model_targets import ClassifierOutputSoftmaxTarget, ClassifierOutputTarget
 from torch import Tensor
 from torchcam import methods as torchcam
 
@@ -44,6 +44,7 @@ SAME = {
     "xgrad-cam": pgc.XGradCAM,
     "layer-cam": pgc.LayerCAM,
     "hires-cam": pgc.HiResCAM,
+    "grad-cam-elementwise": pgc.GradCAMElementWise,
 }
 
 
@@ -84,6 +85,27 @@ def test_ablation_cam_is_pytorch_grad_cams_where_scores_are_positive_and_feature
     assert all(twin.features(one).min() == 0 for one in x)
     theirs = peer_maps(pgc.AblationCAM, twin, x, classes)
     assert np.abs(ours("ablation-cam", name, classes) - theirs).max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gap", "signed", "vgg", "normed"])
+def test_fullgrad_is_pytorch_grad_cams_but_for_what_it_adds_to_ranges(name: str) -> None:
+    x, twin = pictures(name), plain(network(name), "softmax", name)
+    theirs = pgc.FullGrad(twin.model, [])(x, [ClassifierOutputTarget(k) for k in CHOSEN])
+    mine = ours("fullgrad", name)
+    for i, k in enumerate(CHOSEN):
+        expected = (min_max(oracle.full_gradient(twin.model, x[i], k, epsilon=e)) for e in (1e-7, 0))
+        assert all(np.abs(a[i] - b).max() < 1e-5 for a, b in zip((theirs, mine), expected, strict=True))
+    assert np.abs(mine - theirs).max() < 0.05
+
+
+@pytest.mark.parametrize("target", ["class", "probability"])
+@pytest.mark.parametrize("name", ["gap", "signed", "vgg", "normed"])  # of tokens, the peer's hooks fail
+def test_shapley_cam_is_pytorch_grad_cams(name: str, target: Any) -> None:
+    x, twin = pictures(name), plain(network(name), "softmax", name)
+    kind = ClassifierOutputTarget if target == "class" else ClassifierOutputSoftmaxTarget
+    with pgc.ShapleyCAM(twin.model, [twin.model.get_submodule(twin.layer)]) as cam:
+        theirs = cam(x, [kind(k) for k in CHOSEN])
+    assert np.abs(ours("shapley-cam", name, target=target) - theirs).max() < 1e-5
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -159,6 +181,27 @@ DIFFERENCES: dict[str, tuple[str, str, str, str, str]] = {
         "the same, on weights times features",
         "no centring; the sign makes the map positive where the sum over weighted channels is",
         "as for EigenGrad-CAM",
+    ),
+    "seg_eigen_cam": (
+        "pytorch-grad-cam",
+        "Seg-Eigen-CAM",
+        "the same, on sizes of gradients times features",
+        "as for EigenGrad-CAM",
+        "as for EigenGrad-CAM",
+    ),
+    "kpca_cam": (
+        "pytorch-grad-cam",
+        "KPCA-CAM",
+        "keeps whatever sign the component has",
+        "chooses the sign that makes the map positive where activations are strong",
+        "with a free sign the object may come out dark",
+    ),
+    "fem": (
+        "pytorch-grad-cam",
+        "FEM",
+        "weights each channel's features by the share of its cells that are far above its mean",
+        "sums the cells far above each channel's mean, weighted by that mean",
+        "the paper sums binary maps, each weighted by the mean of its channel",
     ),
     "ablation_cam_negative_score": (
         "pytorch-grad-cam",
@@ -260,6 +303,35 @@ def test_difference_eigen_cam(name: str) -> None:
     twin = plain(network(name), "softmax", name)
     stacks = [twin.features(one) for one in pictures(name)]
     check_projections(pgc.EigenCAM, "eigen-cam", name, stacks)
+
+
+@pytest.mark.parametrize("name", ["gap", "signed", "vgg", "normed", "vit"])
+def test_difference_seg_eigen_cam(name: str) -> None:
+    x, twin = pictures(name), plain(network(name), "softmax", name)
+    stacks = [
+        np.abs(twin.gradient(x[i], k, oracle.logit)) * twin.features(x[i]) for i, k in enumerate(CHOSEN)
+    ]
+    check_projections(pgc.SegEigenCAM, "seg-eigen-cam", name, stacks)
+
+
+@pytest.mark.parametrize("name", ["gap", "vgg", "vit"])
+def test_difference_kpca_cam(name: str) -> None:
+    x, twin = pictures(name, 6), plain(network(name), "softmax", name)
+    theirs = peer_maps(pgc.KPCA_CAM, twin, x, [0] * 6)
+    free = 0
+    for one, found in zip(x, theirs, strict=True):
+        low = oracle.kpca_cam(twin, one)
+        apart = [np.abs(unit(sign * low, name) - found).max() for sign in (1, -1)]
+        assert min(apart) < 1e-4
+        free += apart[1] < apart[0]
+    assert free or name != "gap"
+
+
+@pytest.mark.parametrize("name", ["gap", "vgg", "vit"])
+def test_difference_fem(name: str) -> None:
+    x, twin = pictures(name), plain(network(name), "softmax", name)
+    choices = [[unit(oracle.fem(twin, one, shares=shares), name) for one in x] for shares in (True, False)]
+    check(peer_maps(pgc.FEM, twin, x), ours("fem", name), *choices)
 
 
 @pytest.mark.parametrize("name", ["gap", "signed", "vgg", "normed", "vit"])

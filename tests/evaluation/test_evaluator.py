@@ -237,8 +237,8 @@ def test_one_logit_tells_two_classes_apart(samples: Samples) -> None:
     assert result.value("top1_cls") == pytest.approx(100 * float(right))
 
 
-def test_insertion_and_deletion_are_measured_when_asked_for(net: DualBranch, samples: Samples) -> None:
-    names = ["insertion", "deletion"]
+def test_curves_are_measured_when_asked_for(net: DualBranch, samples: Samples) -> None:
+    names = ["insertion", "deletion", "road_least", "road_most"]
     result = evaluate(net, samples[:2], methods=["grad-cam"], branches=["softmax"], metrics=names)
     assert all(0 <= result.value(name) <= 100 for name in names)
 

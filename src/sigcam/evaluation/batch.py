@@ -21,6 +21,7 @@ from sigcam.methods.registry import METHODS, MapConfig, Scale
 from sigcam.methods.targets import Branch, at_least_float32, branch_logits, class_logits, head_of
 from sigcam.metrics.fidelity import insertion_deletion_curves
 from sigcam.metrics.localization import in_top
+from sigcam.metrics.removal import removal_curves
 from sigcam.network.dual import DualBranch, ForwardPass
 from sigcam.network.image_errors import blame_images
 from sigcam.network.zoom import zoom_batch, zoomed
@@ -73,6 +74,7 @@ class BatchEvaluator:
     Args:
         others: further branches of the network's classifier, by name; they share its pass.
         curve_steps: steps of insertion and deletion.
+        map_samples: masks, noises or steps of methods that take them; None for their default.
     """
 
     net: DualBranch
@@ -82,6 +84,7 @@ class BatchEvaluator:
     zoom: float
     others: Mapping[str, DualBranch] = field(default_factory=dict)
     curve_steps: int = 224
+    map_samples: int | None = None
 
     def uses(self, *parts: str) -> bool:
         """Whether a metric uses one of these parts of the record."""
@@ -156,13 +159,15 @@ class BatchEvaluator:
     ) -> BatchRecord:
         """The record with the variant's maps, drawn from the pass in `source`, and the scores of the images
         masked by them."""
-        net, fidelity = self.net, self.uses("predicted_maps", "scores", "curves")
+        net, fidelity = self.net, self.uses("predicted_maps", "scores", "curves", "removal")
         assert variant.method is not None
-        cam = fidelity and METHODS[variant.method].finish == "min-max" and variant.scale == "unit"
+        cam = fidelity and METHODS[variant.method].masks_are_resized and variant.scale == "unit"
         classes = [located] * self.uses("maps") + [absent] * self.uses("absent_maps")
         classes += [predicted] * (fidelity and not cam)  # masks of CAM are resized otherwise
         if classes:
             config, chosen = variant.map_config(), torch.cat(classes, 1)
+            if METHODS[variant.method].samples:
+                config = replace(config, samples=self.map_samples)
             maps = explain_pass(*source, config, classes=chosen, size=forward.image, zoom=self.zoom).maps
             record = replace(record, maps=maps[:, 0].cpu()) if self.uses("maps") else record
             if self.uses("absent_maps"):
@@ -180,15 +185,16 @@ class BatchEvaluator:
                 passes = other.reread(forward), other.reread(masked)
                 scores["branch"] = [_score(other, f, "branch", variant, predicted) for f in passes]
             record = replace(record, scores=scores)
+
+        def probabilities(images: Tensor) -> Tensor:
+            return class_probabilities(net, net.run(images))
+
+        shown = forward.images, masks, predicted[:, 0]
         if self.uses("curves"):
-            curves = insertion_deletion_curves(
-                lambda images: class_probabilities(net, net.run(images)),
-                forward.images,
-                masks,
-                predicted[:, 0],
-                steps=self.curve_steps,
-            )
+            curves = insertion_deletion_curves(probabilities, *shown, steps=self.curve_steps)
             record = replace(record, curves=tuple(curve.cpu() for curve in curves))
+        if self.uses("removal"):
+            record = replace(record, removal=tuple(c.cpu() for c in removal_curves(probabilities, *shown)))
         return record
 
 

@@ -41,6 +41,7 @@ def evaluate(
     zoom: float = 1.0,
     curve_steps: int = 224,
     threshold: Threshold = "maximum",
+    map_samples: int | None = None,
     val: Result | None = None,
     intervals: bool = False,
     transform: Callable[[Image.Image], Tensor] | None = None,
@@ -71,6 +72,7 @@ def evaluate(
         curve_steps: steps of insertion and deletion; RISE has 224.
         threshold: what the thresholds of boxes are fractions of: each map's "maximum" (the protocol) or its
             90th "percentile" (Bae et al., 2020).
+        map_samples: masks, noises or steps of methods that take them, as `samples` of `explain`.
         val: result of the same evaluation on a validation split; adds accuracies at its best thresholds.
         intervals: add bootstrap intervals over images.
         transform: turns an image into a (3, H, W) tensor, without cropping; `net.transform` by default.
@@ -87,7 +89,7 @@ def evaluate(
         metrics, samples, network=True, maps_of_labels=by_label, threshold=threshold
     )
     scorers = tuple(dict.fromkeys(scorers))
-    evaluator = BatchEvaluator(net, specs, class_from, scorers, zoom, others, curve_steps)
+    evaluator = BatchEvaluator(net, specs, class_from, scorers, zoom, others, curve_steps, map_samples)
     samples = _prepare_samples(samples, evaluator, transform)
     variants = _variants(methods, branches, others, clamps, scales)
     variants = _calibrated(variants, net, others, zoom)  # raises before any work
@@ -105,6 +107,7 @@ def evaluate(
         skip_unreadable,
         curve_steps,
         threshold,
+        map_samples,
     )
     facts = path and [evaluation_facts(net, samples, transform, others), options]
     checkpoint = EvalCheckpoint(path, facts, table)
@@ -306,6 +309,7 @@ def _about(
         "preprocessing": str(transform),
         "class_from": evaluator.class_from,
         "zoom": evaluator.zoom,
+        **({"map_samples": evaluator.map_samples} if evaluator.map_samples else {}),
         "confidence": {scorer: SCORERS[scorer] for scorer in evaluator.scorers},
         "masking": "the normalised image times the predicted class's map",
     }

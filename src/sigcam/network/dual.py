@@ -188,6 +188,15 @@ class DualBranch(nn.Module):
             with torch.set_grad_enabled(grad or recording), constant_weights() if grad else nullcontext():
                 return self._read(hooked, softmax, images)
 
+    def run_from_images(self, images: Tensor) -> ForwardPass:
+        """Run one pass with logits that are differentiable with respect to the images; weights are constant,
+        so the model's parameters get no gradient."""
+        recording = torch.inference_mode(False), torch.enable_grad(), constant_weights()
+        with recording[0], recording[1], recording[2], fresh_autocast_cache(), plain_layers():
+            hooked = self._hooked((self.split.point,), images, whole=True)
+            with hooked:  # it makes constants of the sigmoid branch's weights too
+                return self._read(hooked, hooked.logits, images)[0]
+
     def _read(
         self, hooked: HookedPass | CompiledOutputs, softmax: Tensor, images: Tensor
     ) -> list[ForwardPass]:

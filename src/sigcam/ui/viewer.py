@@ -20,17 +20,16 @@ from sigcam.methods.explainer import cell_probabilities, explain_pass
 from sigcam.methods.explanation import box_threshold, data_uri, is_calibrated
 from sigcam.methods.inputs import as_batch
 from sigcam.methods.postprocess import disagreement, finish_maps
-from sigcam.methods.registry import METHODS, MapConfig, Scale
+from sigcam.methods.registry import METHODS, MapConfig, MapSize, Scale
 from sigcam.methods.targets import at_least_float32, class_logits
 from sigcam.metrics.boxes import boxes_at
 from sigcam.models.preprocess import Preprocess
 from sigcam.network.calibration import LogitScale
 from sigcam.network.dual import DualBranch, ForwardPass, linear_weight
-from sigcam.ui.sources import ZOOM, Source, class_label, same_class, why_relative
+from sigcam.ui.sources import SCORE_CAM_CHANNELS, ZOOM, Source, class_label, same_class, why_relative
 
 DISPLAY_SIDE = 288  # pixels of the longer side
 MAX_PANELS = 12
-SCORE_CAM_CHANNELS = 64
 TOP_CLASSES = 5
 PanelScale = Literal["unit", "signed", "absolute"]
 RelativeBox = tuple[float, float, float, float]  # xyxy, as fractions of width and height
@@ -273,10 +272,12 @@ class Viewer:
         absolute = request.scale == "absolute" and not why
         clamp = source.branch == "sigmoid" and request.scale != "signed" and not absolute
         scale: Scale = "logit" if absolute else "raw"
-        top_n = SCORE_CAM_CHANNELS if METHODS[method].perturbs == "images" else None
+        facts = METHODS[method]
+        top_n = SCORE_CAM_CHANNELS if facts.tries_channels else None
         config = MapConfig(method, source.branch, clamp, scale=scale, top_n=top_n)
         classes = torch.tensor([indices], device=source.net.device)
-        ex = explain_pass(net, forward_pass, config, classes=classes, size="features")
+        size: MapSize = "image" if facts.gives == "pixels" else "features"
+        ex = explain_pass(net, forward_pass, config, classes=classes, size=size)
         panels = []
         for i, k in enumerate(indices):
             raw_map = ex.maps[:, i : i + 1].detach().cpu()
