@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,6 +73,7 @@ class BatchEvaluator:
     Args:
         others: further branches of the network's classifier, by name; they share its pass.
         curve_steps: steps of insertion and deletion.
+        effort: by method, further settings of its maps, which are no part of their variant.
     """
 
     net: DualBranch
@@ -82,6 +83,7 @@ class BatchEvaluator:
     zoom: float
     others: Mapping[str, DualBranch] = field(default_factory=dict)
     curve_steps: int = 224
+    effort: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def uses(self, *parts: str) -> bool:
         """Whether a metric uses one of these parts of the record."""
@@ -114,6 +116,7 @@ class BatchEvaluator:
         zoomed_net, larger = zoomed(net, images, self.zoom)
         same = zoomed_net is net and larger is images
         finer = forward if same else zoomed_net.run(larger, grad=grad)
+        finer = replace(finer, altered={})  # heads share the passes of altered images
         shown = located, predicted, absent_classes(located, max(net.classes, 2), record.ids)
         drawn = dict[Variant, BatchRecord]()  # equal maps are drawn once
         for variant in variants:
@@ -158,11 +161,13 @@ class BatchEvaluator:
         masked by them."""
         net, fidelity = self.net, self.uses("predicted_maps", "scores", "curves")
         assert variant.method is not None
-        cam = fidelity and METHODS[variant.method].finish == "min-max" and variant.scale == "unit"
+        facts = METHODS[variant.method]
+        cam = fidelity and (facts.finish, facts.gives, variant.scale) == ("min-max", "weights", "unit")
         classes = [located] * self.uses("maps") + [absent] * self.uses("absent_maps")
         classes += [predicted] * (fidelity and not cam)  # masks of CAM are resized otherwise
         if classes:
-            config, chosen = variant.map_config(), torch.cat(classes, 1)
+            config = replace(variant.map_config(), **self.effort.get(variant.method, {}))
+            chosen = torch.cat(classes, 1)
             maps = explain_pass(*source, config, classes=chosen, size=forward.image, zoom=self.zoom).maps
             record = replace(record, maps=maps[:, 0].cpu()) if self.uses("maps") else record
             if self.uses("absent_maps"):

@@ -1,6 +1,7 @@
 """Probe: what a CAM method may ask about a batch: features, scores, gradients, scores of altered inputs."""
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -21,6 +22,7 @@ from sigcam.network.dual import DualBranch, ForwardPass, linear_weight
 from sigcam.network.pass_memory import smaller_batch
 
 MAX_VARIANTS = 2**24  # numbers in the altered features of one pass, where batch_size is not given
+MAX_KEPT = 2**26  # numbers that are kept of the passes of altered images
 
 
 def no_autocast(tensor: Tensor) -> torch.autocast:
@@ -149,11 +151,26 @@ class Probe:
         """Return (R, K) scores of image `index` with R other images, by `net` if one is given, or with other
         features (R, N, P, Q)."""
         if images is not None:
-            altered = (net or self.net).run(images)
+            altered = self._altered(images, net or self.net)
         else:
             assert features is not None
             altered = self.net.rescore(self.forward_pass, index, features)
         return self._scores(at_least_float32(branch_logits(altered, self.branch)), index)
+
+    def _altered(self, images: Tensor, net: DualBranch) -> ForwardPass:
+        """Return the outputs for altered images, from what another branch has kept of the same ones."""
+        kept = self.forward_pass.altered
+        if kept is None:
+            return net.run(images)
+        data = images.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        key = hashlib.blake2b(data.numpy().data, digest_size=16).hexdigest()
+        if key in kept:
+            return self.net.reread(kept[key])
+        altered = net.run(images)
+        nothing = images.new_empty(0)
+        if len(kept) * altered.pooled.numel() < MAX_KEPT:
+            kept[key] = replace(altered, features=nothing, cut=nothing, images=nothing)
+        return altered
 
     def _scores(self, logits: Tensor, index: int | None = None) -> Tensor:
         """Return (B, K) scores of the batch's logits, or (R, K) of R altered logits of image `index`."""

@@ -56,6 +56,8 @@ class ForwardPass(Branches):
     softmax_logits: Tensor  # (B, C) `softmax` before the activation with which the model may end
     images: Tensor  # (B, C, H, W) the model's input
     point: FeaturePoint
+    # Outputs for altered images by a hash of these, kept for other branches of the model; None keeps none.
+    altered: dict[str, ForwardPass] | None = None
 
     @property
     def image(self) -> GridSize:
