@@ -52,13 +52,16 @@ def _cost(method: Method) -> str:
         None: "",
     }
     if method.perturbs == "images":
-        cost = "one forward pass per channel (`top_n=` tries fewer)"
+        passes = f"{method.samples} forward passes" if method.samples else "one forward pass"
+        cost = f"{passes} per channel (`top_n=` tries fewer)"
+    elif method.perturbs == "noise":
+        cost = f"{method.samples} more passes, and a backward pass of the head for each"
     elif method.perturbs == "features":
         cost = "the tail of the network once per channel; nothing if the head is linear"
     elif method.gives == "gradients":
         cost = "a backward pass of the head; nothing if the head is linear"
     else:
-        cost = "one more forward pass" if method.gives == "maps" else "nothing"
+        cost = "one more forward pass" if method.needs == "attention" else "nothing"
     return cost + needs[method.needs]
 
 

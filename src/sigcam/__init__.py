@@ -24,16 +24,30 @@ if TYPE_CHECKING:
     from sigcam.evaluation.registry import list_metrics as list_metrics
     from sigcam.evaluation.result import Result as Result
     from sigcam.methods.compat import CAM as CAM
+    from sigcam.methods.compat import FEM as FEM
+    from sigcam.methods.compat import ISCAM as ISCAM
+    from sigcam.methods.compat import KPCA_CAM as KPCA_CAM
+    from sigcam.methods.compat import SSCAM as SSCAM
     from sigcam.methods.compat import AblationCAM as AblationCAM
+    from sigcam.methods.compat import DeepFeatureFactorization as DeepFeatureFactorization
     from sigcam.methods.compat import EigenCAM as EigenCAM
     from sigcam.methods.compat import EigenGradCAM as EigenGradCAM
     from sigcam.methods.compat import FinerCAM as FinerCAM
+    from sigcam.methods.compat import FullGrad as FullGrad
     from sigcam.methods.compat import GradCAM as GradCAM
+    from sigcam.methods.compat import GradCAMElementWise as GradCAMElementWise
     from sigcam.methods.compat import GradCAMPlusPlus as GradCAMPlusPlus
+    from sigcam.methods.compat import GuidedBackpropReLUModel as GuidedBackpropReLUModel
     from sigcam.methods.compat import HiResCAM as HiResCAM
     from sigcam.methods.compat import LayerCAM as LayerCAM
+    from sigcam.methods.compat import RandomCAM as RandomCAM
     from sigcam.methods.compat import ScoreCAM as ScoreCAM
+    from sigcam.methods.compat import SegEigenCAM as SegEigenCAM
+    from sigcam.methods.compat import ShapleyCAM as ShapleyCAM
+    from sigcam.methods.compat import SmoothGradCAMpp as SmoothGradCAMpp
     from sigcam.methods.compat import XGradCAM as XGradCAM
+    from sigcam.methods.concepts import Concepts as Concepts
+    from sigcam.methods.concepts import factorize as factorize
     from sigcam.methods.explainer import explain as explain
     from sigcam.methods.explanation import Explanation as Explanation
     from sigcam.methods.registry import list_methods as list_methods
@@ -58,16 +72,29 @@ _HOMES = {
     "methods.compat": (
         "AblationCAM",
         "CAM",
+        "DeepFeatureFactorization",
         "EigenCAM",
         "EigenGradCAM",
+        "FEM",
         "FinerCAM",
+        "FullGrad",
         "GradCAM",
+        "GradCAMElementWise",
         "GradCAMPlusPlus",
+        "GuidedBackpropReLUModel",
         "HiResCAM",
+        "ISCAM",
+        "KPCA_CAM",
         "LayerCAM",
+        "RandomCAM",
+        "SSCAM",
         "ScoreCAM",
+        "SegEigenCAM",
+        "ShapleyCAM",
+        "SmoothGradCAMpp",
         "XGradCAM",
     ),
+    "methods.concepts": ("Concepts", "factorize"),
     "methods.explainer": ("explain",),
     "methods.explanation": ("Explanation",),
     "methods.registry": ("list_methods",),

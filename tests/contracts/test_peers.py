@@ -11,7 +11,7 @@ import pytest
 import pytorch_grad_cam as pgc
 import torch
 from captum.attr import LayerGradCam
-from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
+from pytorch_grad_cam.utils.model_targets import ClassifierOutputSoftmaxTarget, ClassifierOutputTarget
 from torch import Tensor
 from torchcam import methods as torchcam
 
@@ -44,6 +44,7 @@ SAME = {
     "xgrad-cam": pgc.XGradCAM,
     "layer-cam": pgc.LayerCAM,
     "hires-cam": pgc.HiResCAM,
+    "grad-cam-elementwise": pgc.GradCAMElementWise,
 }
 
 
@@ -84,6 +85,45 @@ def test_ablation_cam_is_pytorch_grad_cams_where_scores_are_positive_and_feature
     assert all(twin.features(one).min() == 0 for one in x)
     theirs = peer_maps(pgc.AblationCAM, twin, x, classes)
     assert np.abs(ours("ablation-cam", name, classes) - theirs).max() < 1e-5
+
+
+@pytest.mark.parametrize("target", ["class", "probability"])
+@pytest.mark.parametrize("name", ["gap", "signed", "vgg", "normed"])  # of tokens, the peer's hooks fail
+def test_shapley_cam_is_pytorch_grad_cams(name: str, target: Any) -> None:
+    x, twin = pictures(name), plain(network(name), "softmax", name)
+    kind = ClassifierOutputTarget if target == "class" else ClassifierOutputSoftmaxTarget
+    with pgc.ShapleyCAM(twin.model, [twin.model.get_submodule(twin.layer)]) as cam:
+        theirs = cam(x, [kind(k) for k in CHOSEN])
+    assert np.abs(ours("shapley-cam", name, target=target) - theirs).max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gap", "vgg", "vit"])
+def test_kpca_cam_is_pytorch_grad_cams_but_for_the_sign(name: str) -> None:
+    x, twin = pictures(name, 6), plain(network(name), "softmax", name)
+    theirs = peer_maps(pgc.KPCA_CAM, twin, x, [0] * 6)
+    for i in range(6):
+        low = oracle.kpca_cam(twin, x[i])
+        assert min(np.abs(unit(sign * low, name) - theirs[i]).max() for sign in (1, -1)) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["gap", "vgg", "vit"])
+def test_seg_eigen_cam_of_pytorch_grad_cam_centres_channels_and_has_a_free_sign(name: str) -> None:
+    x, twin = pictures(name), plain(network(name), "softmax", name)
+    theirs = peer_maps(pgc.SegEigenCAM, twin, x)
+    for i, k in enumerate(CHOSEN):
+        sizes = np.abs(twin.gradient(x[i], k, oracle.logit))
+        low = oracle.centred_projection(sizes * twin.features(x[i]))
+        assert min(np.abs(unit(sign * low, name) - theirs[i]).max() for sign in (1, -1)) < 1e-4
+    assert differ(ours("seg-eigen-cam", name), theirs)
+
+
+@pytest.mark.parametrize("name", ["gap", "vgg", "vit"])
+def test_fem_of_pytorch_grad_cam_weights_features_by_the_share_of_strong_cells(name: str) -> None:
+    x, twin = pictures(name), plain(network(name), "softmax", name)
+    theirs = peer_maps(pgc.FEM, twin, x)
+    for i in range(len(x)):
+        assert np.abs(unit(oracle.fem(twin, x[i], shares=True), name) - theirs[i]).max() < 1e-4
+    assert differ(ours("fem", name), theirs)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -238,8 +238,8 @@ def test_one_logit_tells_two_classes_apart(samples: Samples) -> None:
     assert result.value("top1_cls") == pytest.approx(100 * float(right))
 
 
-def test_insertion_and_deletion_are_measured_when_asked_for(net: DualBranch, samples: Samples) -> None:
-    names = ["insertion", "deletion"]
+def test_curves_are_measured_when_asked_for(net: DualBranch, samples: Samples) -> None:
+    names = ["insertion", "deletion", "road_least", "road_most"]
     result = evaluate(net, samples[:2], methods=["grad-cam"], branches=["softmax"], metrics=names)
     assert all(0 <= result.value(name) <= 100 for name in names)
 
@@ -277,13 +277,15 @@ def test_heads_share_the_passes_of_masked_images(
 
 def test_a_method_can_be_told_to_try_less(net: DualBranch, samples: Samples) -> None:
     settings: Any = {"methods": ["score-cam"], "branches": ["softmax"], "metrics": ["pxap"]}
-    less = evaluate(net, samples, effort={"scorecam": {"top_n": 2}}, **settings)
+    less = evaluate(net, samples, map_top_n=2, **settings)
     labels: Any = [item.label for item in samples]
     drawn = sigcam.explain(net, tensors(samples), "score-cam", branch="softmax", classes=labels, top_n=2).maps
     metric = M.PxAP()
     metric.update(drawn, [mask_for(item, SIZE, SIZE) for item in samples])
     assert less.value("pxap") == pytest.approx(float(metric.compute()), abs=1e-4)
-    refuses(lambda: evaluate(net, samples, effort={"cam": {"top_n": 2}}, **settings), "cam tries none")
+    assert less.about["map_top_n"] == 2
+    settings |= {"methods": ["cam"]}
+    assert evaluate(net, samples, map_top_n=2, **settings).rows == evaluate(net, samples, **settings).rows
 
 
 def test_thresholds_chosen_on_another_split_stand_beside_the_oracle(

@@ -28,8 +28,7 @@ from sigcam.methods.explainer import explain
 from sigcam.methods.postprocess import unit_range
 from support.tiny import Gap, Probabilities, Vgg, attached, images, untouched
 
-NAMES = [name for name, thing in vars(compat).items() if isinstance(thing, type) and name.endswith("CAM")]
-NAMES += ["GradCAMPlusPlus"]
+NAMES = [name for name, thing in vars(compat).items() if hasattr(thing, "method") and name[0] != "_"]
 SAME = ["GradCAM", "GradCAMPlusPlus", "XGradCAM", "LayerCAM", "HiResCAM"]  # the peer's numbers
 OTHER = ["ScoreCAM", "EigenCAM", "EigenGradCAM"]  # see docs/differences.md
 
@@ -351,10 +350,31 @@ def test_a_layer_that_is_no_map_is_refused_when_the_object_is_made(
         sigcam.GradCAM(wrap(model), [nn.Conv2d(3, 3, 3), *more])
 
 
-def test_what_is_not_offered_is_refused_and_not_ignored() -> None:
-    model, layers, _ = case("gap")
-    with pytest.raises(DataError, match="reshape_transform is not needed"):
-        sigcam.GradCAM(model, layers, lambda tokens: tokens)  # type: ignore[arg-type]
+def test_what_is_not_needed_is_ignored_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, layers, x = case("gap")
+    compat._log_once.cache_clear()
+    expected = sigcam.GradCAM(model, layers)(x)
+    for _ in range(2):
+        assert np.array_equal(sigcam.GradCAM(model, layers, lambda tokens: tokens)(x), expected)
+    sigcam.AblationCAM(model, layers, None, object(), 32, 0.5)
+    said = [record.getMessage() for record in caplog.records]
+    assert ["reshape_transform is not needed" in said[0], "no ablation_layer" in said[1]] == [True] * len(
+        said
+    )
+
+
+def test_outputs_are_the_models_own_for_the_last_images() -> None:
+    model, layers, x = case("gap")
+    cam = sigcam.GradCAM(model, layers)
+    assert cam.outputs is None
+    cam(x, 1)
+    assert torch.equal(cam.outputs, model(x).detach())
+    cam(x[:1], 1, aug_smooth=True)
+    assert torch.equal(cam.outputs, model(x[:1]).detach())
+
+
+def test_layers_that_are_no_list_are_refused() -> None:
+    model = gap()
     wrong: Any
     for wrong in (
         [],

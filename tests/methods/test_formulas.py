@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import support.method_oracles as oracle
 from sigcam.methods import formulas
 from sigcam.methods.explainer import explain
+from sigcam.methods.probe import Probe
 from sigcam.methods.targets import Branch
 from sigcam.network.attachment import attach
 from support.method_cases import (
@@ -33,7 +34,7 @@ from support.method_cases import (
     raw,
     unit,
 )
-from support.method_oracles import GRADIENT_METHODS, Target, low_map
+from support.method_oracles import GRADIENT_METHODS, MAPS, REPEATED_METHODS, Target, low_map
 from support.nets import PlainVit
 from support.tiny import Gap
 
@@ -54,6 +55,83 @@ def test_a_method_is_its_formula(method: str, name: str, branch: Branch) -> None
             low = oracle.raw_map(method, twin, x[i], k, oracle.logit, clamp=clamp)
             assert close(maps[i], low, 1e-7)
             assert np.abs(units[i].numpy() - unit(low, name, method)).max() < 1e-5
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("method", MAPS)
+def test_a_method_without_weights_is_its_formula(method: str, name: str) -> None:
+    net, x, twin = network(name), pictures(name), plain(network(name), "softmax", name)
+    for branch in BRANCHES:
+        maps = raw(net, x, method, branch=branch, classes=CHOSEN)
+        units = explain(net, x, method, branch=branch, classes=CHOSEN).maps
+        for i in range(2):
+            low = MAPS[method](twin, x[i])
+            assert close(maps[i], low, 1e-7)
+            assert np.abs(units[i].numpy() - unit(low, name, method)).max() < 1e-5
+            alone = raw(net, x[i : i + 1], method, branch=branch, classes="all")
+            assert close(alone[0, 1], maps[i].numpy(), 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "branch", "target"),
+    [("gap", "sigmoid", "class"), ("vgg", "softmax", "probability"), ("normed", "centred", "finer-cam")],
+)
+@pytest.mark.parametrize("method", REPEATED_METHODS)
+def test_a_method_of_many_passes_is_its_formula(method: str, name: str, branch: Branch, target: Any) -> None:
+    net, x, twin = network(name), pictures(name), plain(network(name), branch, name)
+    options: Any = {"branch": branch, "target": target}
+    for clamp in (False, True):
+        maps = raw(net, x, method, classes=CHOSEN, clamp=clamp, **options)
+        for i, k in enumerate(CHOSEN):
+            rivals = oracle.nearest(twin.run(x[i])[0], k)
+            finer = partial(oracle.finer, rivals=rivals)
+            scores = {"class": oracle.logit, "probability": probability(branch), "finer-cam": finer}
+            assert close(maps[i], oracle.raw_map(method, twin, x[i], k, scores[target], clamp=clamp), 1e-7)
+    alone = raw(net, x[1:], method, classes="all", clamp=True, batch_size=3, **options)
+    assert close(alone[0, CHOSEN[1]], maps[1].numpy(), 1e-9)
+
+
+def test_without_noise_smoothgrad_cam_pp_is_grad_cam_pp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formulas, "SMOOTH_NOISE", 0.0)
+    for name in ("gap", "vgg", "vit"):
+        smooth, sharp = (raw(network(name), pictures(name), f"{m}grad-cam++") for m in ("smooth", ""))
+        assert close(smooth, sharp.numpy(), 1e-9)
+
+
+@pytest.mark.parametrize("name", ["vgg", "normed", "vit"])
+def test_shapley_cam_is_grad_cam_where_scores_are_linear_and_elsewhere_another(name: str) -> None:
+    net, x = network(name), pictures(name)
+    linear = network("gap"), pictures("gap")
+    one, other = (raw(*linear, method, branch="softmax") for method in ("shapley-cam", "grad-cam"))
+    assert torch.allclose(one, other, rtol=1e-12)
+    for target in ("class", "probability"):
+        one, other = (
+            raw(net, x, method, branch="softmax", target=target) for method in ("shapley-cam", "grad-cam")
+        )
+        assert close(one, other.numpy(), 1e-3) == (target == "class" and name != "vit")
+
+
+def test_shapley_values_add_up_to_the_score_to_second_order() -> None:
+    net, x = network("gap"), pictures("gap")
+    probe = Probe(net, net.run(x, grad=True), "softmax", torch.tensor(CHOSEN)[:, None], squared)
+    values = (probe.features * (probe.grads - probe.curvature / 2)).sum((2, 3, 4))
+    zeros = torch.zeros_like(probe.features[0])
+    nothing = torch.cat([probe.rescore(i, features=zeros) for i in range(2)])
+    assert torch.allclose(values, probe.scores - nothing, rtol=1e-9)  # a quadratic has no third order
+
+
+def squared(logits: Tensor, classes: Tensor) -> Tensor:
+    return logits.gather(1, classes[:, None])[:, 0] ** 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_random_weights_are_the_same_for_all_and_of_both_signs(name: str) -> None:
+    net, x = network(name), pictures(name)
+    every = raw(net, x, "random-cam", branch="softmax", classes="all")
+    assert close(every[:, 0], every[:, 1].numpy(), 1e-12)
+    assert close(raw(net, x, "random-cam", branch="sigmoid"), every[:, 0].numpy(), 1e-12)
+    clamped = raw(net, x, "random-cam", branch="softmax", clamp=True)
+    assert not close(clamped, every[:, 0].numpy(), 1e-3)
 
 
 def probability(branch: Branch) -> Target:
@@ -188,7 +266,7 @@ def test_on_the_sigmoid_branch_explaining_the_probability_changes_grad_cam_pp_al
     name: str, clamp: bool, seed: int
 ) -> None:
     net, x = network(name, seed), pictures(name, 2, seed)
-    for method in GRADIENT_METHODS:
+    for method in set(GRADIENT_METHODS) - {"shapley-cam"}:  # which turns over where the sigmoid is flat
         a, b = (
             explain(net, x, method, clamp=clamp, classes=CHOSEN, target=target).maps.numpy()
             for target in ("class", "probability")
@@ -293,7 +371,7 @@ def test_the_centred_branch_does_not_see_what_softmax_does_not(
         after = look(branch)
         assert torch.allclose(after.probability, before[branch].probability, rtol=1e-9)
         unmoved = close(after.maps, before[branch].maps.numpy(), 1e-6)
-        if branch != "softmax" or method == "eigen-cam":
+        if branch != "softmax" or method in ("eigen-cam", "random-cam"):
             assert unmoved, branch
         elif entered[0][:, channel].any():  # a hidden unit that is off for both images has no say
             assert not unmoved

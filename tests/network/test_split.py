@@ -459,11 +459,9 @@ def test_logits_are_found_behind_a_feature_map() -> None:
     assert net.split.heads == ("fc",) and torch.equal(net(x).softmax, model(x)[1])
 
 
-def test_of_small_images_the_deepest_layer_with_several_cells_is_taken_and_others_are_refused() -> None:
+def test_of_small_images_the_deepest_layer_with_several_cells_is_taken_unless_another_is_named() -> None:
     model, small = torchvision.models.resnet18(), torch.randn(1, 3, 32, 32)
     assert attach(model, example=small).split.layer == "layer3"
-    said = r"layer='layer4' has 1 x 1 cells at 32 x 32: use a larger image.* Layers that do: 'layer3'"
-    with pytest.raises(AttachError, match=said):
-        attach(model, example=small, layer="layer4")
+    assert attach(model, example=small, layer="layer4").run(small).features.shape == (1, 512, 1, 1)
     with pytest.raises(AttachError, match=r"every layer of ResNet .* has 1 x 1 cells at 2 x 2"):
         attach(model, example=small[..., :2, :2])

@@ -20,8 +20,12 @@ from support.oracles import min_max
 Array = NDArray[Any]
 Target = Callable[[Tensor, int], Tensor]  # logits (C,) of one image and a class -> the scalar to explain
 
-GRADIENT_METHODS = ("grad-cam", "grad-cam++", "xgrad-cam", "layer-cam", "hires-cam", "eigengrad-cam")
-OTHER_METHODS = ("score-cam", "ablation-cam", "eigen-cam")
+GRADIENT_METHODS = (
+    *("grad-cam", "grad-cam++", "xgrad-cam", "layer-cam", "hires-cam", "eigengrad-cam"),
+    *("grad-cam-elementwise", "shapley-cam", "seg-eigen-cam"),
+)
+OTHER_METHODS = ("score-cam", "ablation-cam", "eigen-cam", "random-cam")
+REPEATED_METHODS = ("smoothgrad-cam++", "ss-cam", "is-cam")  # the same with more passes: slow
 
 
 # ----------------------------------------------------------------------------------------------- targets
@@ -86,8 +90,10 @@ class Plain:
         values: Array = self.fold(self.run(image)[1][0].detach()).numpy()
         return values
 
-    def gradient(self, image: Tensor, k: int, target: Target) -> Array:
-        logits, output = self.run(image)
+    def gradient(
+        self, image: Tensor, k: int, target: Target, change: Callable[[Tensor], None] | None = None
+    ) -> Array:
+        logits, output = self.run(image, change)
         values: Array = self.fold(torch.autograd.grad(target(logits, k), output)[0][0]).numpy()
         return values
 
@@ -144,6 +150,61 @@ def hires_cam(plain: Plain, image: Tensor, k: int, target: Target) -> Array:
     return plain.gradient(image, k, target)
 
 
+def grad_cam_elementwise(plain: Plain, image: Tensor, k: int, target: Target) -> Array:
+    g, features = plain.gradient(image, k, target), plain.features(image)
+    weights = np.zeros_like(g)
+    for place in np.ndindex(*g.shape):
+        if max(g[place] * features[place], 0) > 0:
+            weights[place] = g[place]
+    return weights
+
+
+def shapley_cam(plain: Plain, image: Tensor, k: int, target: Target, *, step: float = 1e-4) -> Array:
+    """The Hessian times F is how the gradient changes when F grows in proportion."""
+    less, more = (
+        plain.gradient(image, k, target, lambda f, factor=factor: f.mul_(factor))  # type: ignore[misc]
+        for factor in (1 - step, 1 + step)
+    )
+    weights = plain.gradient(image, k, target) - (more - less) / (2 * step) / 2
+    return np.array([np.full_like(w_i, w_i.mean()) for w_i in weights])
+
+
+def smoothgrad_cam_pp(
+    plain: Plain, image: Tensor, k: int, target: Target, *, noise: float = 0.15, copies: int = 8
+) -> Array:
+    features, spread = plain.features(image), float(image.max() - image.min())
+    gradients = []
+    for seed in range(copies):
+        drawn = torch.randn(image.shape, generator=torch.Generator().manual_seed(seed))
+        gradients.append(plain.gradient(image + noise * spread * drawn.double(), k, target))
+    weights = np.zeros_like(features)
+    for i, a_i in enumerate(features):
+        for place in np.ndindex(*a_i.shape):
+            first, second, third = (np.mean([g[i][place] ** power for g in gradients]) for power in (1, 2, 3))
+            if second != 0:
+                alpha = second / (2 * second + a_i.sum() * third + 1e-6)
+                weights[i] += alpha * max(first, 0)
+    return weights
+
+
+def random_cam(plain: Plain, image: Tensor, k: int, target: Target) -> Array:
+    features = plain.features(image)
+    drawn = torch.rand(len(features), generator=torch.Generator().manual_seed(0)).double().numpy()
+    weights: Array = np.zeros_like(features) + (2 * drawn - 1)[:, None, None]
+    return weights
+
+
+def ss_cam(plain: Plain, image: Tensor, k: int, target: Target) -> Array:
+    noises = [torch.randn(image.shape[1:], generator=torch.Generator().manual_seed(n)) for n in range(10)]
+    changes = [lambda mask, n=n: mask + 2 * n.double().numpy() for n in noises]
+    return score_cam(plain, image, k, target, changes=changes)
+
+
+def is_cam(plain: Plain, image: Tensor, k: int, target: Target) -> Array:
+    strengths = [sum(j / 10 for j in range(i)) for i in range(1, 11)]
+    return score_cam(plain, image, k, target, changes=[lambda mask, c=c: c * mask for c in strengths])
+
+
 def score_cam(
     plain: Plain,
     image: Tensor,
@@ -153,6 +214,7 @@ def score_cam(
     channels: Sequence[int] | None = None,
     aligned: bool = False,
     scaled_first: bool = False,
+    changes: Sequence[Callable[[Array], Array]] = (lambda mask: mask,),
 ) -> Array:
     """Softmax over channels of the scores of the image behind each channel's mask, upsampled, then scaled."""
     features = plain.features(image)
@@ -166,7 +228,8 @@ def score_cam(
         ]
         for step in reversed(steps) if scaled_first else steps:
             mask = step(mask)
-        scores.append(plain.score(image * torch.from_numpy(mask), k, target))
+        changed = [image * torch.from_numpy(change(mask)) for change in changes]
+        scores.append(np.mean([plain.score(masked, k, target) for masked in changed]))
     powers = np.exp(np.array(scores) - max(scores))
     weights = np.zeros_like(features)
     weights[list(chosen)] = (powers / powers.sum())[:, None, None]
@@ -211,6 +274,12 @@ def eigengrad_cam(plain: Plain, image: Tensor, k: int, target: Target) -> Array:
     return g * first_direction(product, product.sum(0))[:, None, None]
 
 
+def seg_eigen_cam(plain: Plain, image: Tensor, k: int, target: Target) -> Array:
+    sizes = np.abs(plain.gradient(image, k, target))
+    product = sizes * plain.features(image)
+    return sizes * first_direction(product, product.sum(0))[:, None, None]
+
+
 def centred_projection(stack: Array) -> Array:
     """What a peer draws instead: each map's mean taken off first, and the sign as it comes."""
     rows = stack.reshape(len(stack), -1)
@@ -230,7 +299,48 @@ WEIGHTS: dict[str, Callable[..., Array]] = {
     "ablation-cam": ablation_cam,
     "eigen-cam": eigen_cam,
     "eigengrad-cam": eigengrad_cam,
+    "grad-cam-elementwise": grad_cam_elementwise,
+    "shapley-cam": shapley_cam,
+    "seg-eigen-cam": seg_eigen_cam,
+    "random-cam": random_cam,
+    "smoothgrad-cam++": smoothgrad_cam_pp,
+    "ss-cam": ss_cam,
+    "is-cam": is_cam,
 }
+
+
+# ------------------------------------------------------------------------------- maps (P, Q) without weights
+
+
+def kpca_cam(plain: Plain, image: Tensor) -> Array:
+    """Kernel PCA of the cells (Schoelkopf et al., 1998): the first component of each."""
+    features = plain.features(image)
+    cells = features.reshape(len(features), -1).T
+    mean = cells.mean(0)
+    kernel = np.array([[np.tanh((x - mean) @ (y - mean) / len(x) + 1) for y in cells] for x in cells])
+    centre = np.eye(len(cells)) - 1 / len(cells)
+    left, values, _ = np.linalg.svd(centre @ kernel @ centre)
+    kernel = centre @ kernel @ centre
+    best = max(range(len(values)), key=lambda n: left[:, n] @ kernel @ left[:, n])
+    component: Array = left[:, best] * np.sqrt(values[best])
+    upright = component @ np.sqrt((cells**2).sum(1)) >= 0
+    return (component if upright else -component).reshape(features.shape[1:])
+
+
+def fem(plain: Plain, image: Tensor, *, shares: bool = False) -> Array:
+    """With `shares`, channels weighted by their share of cells far above the mean, as a peer does instead."""
+    features = plain.features(image)
+    total = np.zeros(features.shape[1:])
+    for a_i in features:
+        mean = sum(a_i.flat) / a_i.size
+        deviation = (sum((a - mean) ** 2 for a in a_i.flat) / a_i.size) ** 0.5
+        far_above = [a >= mean + 2 * deviation for a in a_i.flat]
+        for place, above in zip(np.ndindex(*a_i.shape), far_above, strict=True):
+            total[place] += np.mean(far_above) * a_i[place] if shares else mean * above
+    return total
+
+
+MAPS: dict[str, Callable[..., Array]] = {"kpca-cam": kpca_cam, "fem": fem}
 
 
 # -------------------------------------------------------------------------------------------------- maps
@@ -277,7 +387,7 @@ def low_map(
 def raw_map(method: str, plain: Plain, image: Tensor, k: int, target: Target, *, clamp: bool) -> Array:
     """`scale="raw"` at P x Q: a gradient per cell becomes a weight of the mean over cells."""
     low = low_map(method, plain, image, k, target, clamp=clamp)
-    return low * low.size if method in GRADIENT_METHODS else low
+    return low * low.size if method in (*GRADIENT_METHODS, "smoothgrad-cam++") else low
 
 
 def fused(method: str, lows: Sequence[Array], height: int, width: int) -> Array:

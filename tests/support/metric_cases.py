@@ -80,6 +80,8 @@ CASES = {
     "MeanMap": Case(metrics.MeanMap, lambda n, dice: {"maps": made_maps(n, dice)}),
     "Insertion": Case(metrics.Insertion, lambda n, dice: {"scores": torch.rand(n, 5, generator=dice)}),
     "Deletion": Case(metrics.Deletion, lambda n, dice: {"scores": torch.rand(n, 5, generator=dice)}),
+    "RoadLeast": Case(metrics.RoadLeast, lambda n, dice: {"scores": torch.rand(n, 5, generator=dice)}),
+    "RoadMost": Case(metrics.RoadMost, lambda n, dice: {"scores": torch.rand(n, 5, generator=dice)}),
     "PointingGame": Case(metrics.PointingGame, _boxed),
     "EnergyInBox": Case(metrics.EnergyInBox, _boxed),
 }

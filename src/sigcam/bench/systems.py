@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sigcam.bench.cost import FEW_PASSES, Cost, TooSlow, map_cost
@@ -15,7 +16,7 @@ from sigcam.bench.registry import FINE_DATASETS, MASKED_DATASETS
 from sigcam.bench.tables import FULL_CURVE_STEPS, with_curves
 from sigcam.core.checkpoint import Checkpoint
 from sigcam.core.distributed import rank
-from sigcam.core.errors import DataError, MissingExtra, SigcamError
+from sigcam.core.errors import DataError, SigcamError
 from sigcam.core.types import Progress
 from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples
@@ -39,16 +40,17 @@ class Amounts:
             passes in all as such a method.
         fewest: images that a slow method gets at least.
         curve_images: images for insertion and deletion, of `curve_steps` steps each.
-        tried: channels that a method tries which masks the image by each.
-        most_passes: for a map, beyond which a method is left out.
+        most_passes: for a map; a method that would take more tries fewer channels or samples. One that takes
+            more than twice as many all the same is left out.
+        everywhere: whether slow methods are measured on all data sets, instead of the first one alone.
     """
 
     images: int | None = 200
     fewest: int = 20
-    curve_images: int | None = 40
-    curve_steps: int = 14
-    tried: int | None = None
-    most_passes: int | None = 5_000
+    curve_images: int | None = 30
+    curve_steps: int = 10
+    most_passes: int | None = 1280
+    everywhere: bool = True
 
     def images_of(self, passes: float) -> int | None:
         """Return the number of images of a method that takes so many passes for a map."""
@@ -57,9 +59,9 @@ class Amounts:
         return min(self.images, max(self.fewest, int(self.images * FEW_PASSES / passes)))
 
 
-QUICK = Amounts(images=12, fewest=4, curve_images=4, curve_steps=7, tried=16, most_passes=100)
+QUICK = Amounts(images=12, fewest=4, curve_images=4, curve_steps=7, most_passes=16)
 FULL = Amounts(images=None, curve_images=None, curve_steps=FULL_CURVE_STEPS, most_passes=None)
-OF_LARGE = Amounts(images=100, curve_images=20, curve_steps=7, tried=128, most_passes=1_000)
+OF_LARGE = Amounts(images=60, curve_images=20, curve_steps=7, most_passes=256, everywhere=False)
 
 
 def amounts(plan: Plan) -> Amounts:
@@ -95,30 +97,38 @@ def method_costs(
     finished = Checkpoint(plan.output / "parts" / f"costs-{plan.slug}.pt", facts)
     if state := finished.load():
         return {name: Cost(**cost) for name, cost in state["costs"].items()}, dict(state["left_out"])
-    images = _first_images(net, samples)
+    images, channels = _first_images(net, samples), channels_of(net)
+    most = how.most_passes and 2 * how.most_passes
     costs, left_out = dict[str, Cost](), dict[str, str]()
     for number, name in enumerate(METHODS):
-        settings: Any = effort(name, net, how)
+        settings = effort(name, channels, how)
         try:
-            costs[name] = map_cost(net, images, name, settings, most_passes=how.most_passes)
+            costs[name] = map_cost(net, images, name, settings, most_passes=most)
         except TooSlow:
-            left_out[name] = f"it takes more than {how.most_passes} passes for a map"
-        except MissingExtra as error:
+            left_out[name] = f"it takes more than {most} passes for a map"
+        except SigcamError as error:  # a package that is missing, a head or layers that do not allow it
             left_out[name] = str(error).removesuffix(".")
-        except SigcamError:
-            left_out[name] = "it does not apply to this network"
         progress("costs", number + 1, len(METHODS))
     if rank() == 0:
         finished.save({"costs": {name: asdict(cost) for name, cost in costs.items()}, "left_out": left_out})
     return costs, left_out
 
 
-def effort(method: str, net: DualBranch, how: Amounts) -> dict[str, int]:
-    """Return what a method is told to try less of, if it is one that masks the image by each channel."""
-    facts = METHODS[method]
-    if how.tried is None or facts.perturbs != "images" or facts.gives != "weights":
+def effort(method: str, channels: int, how: Amounts) -> dict[str, int]:
+    """Return how many channels or samples a method is told to take, where its own number is too many."""
+    facts, most = METHODS[method], how.most_passes
+    passes = (facts.samples or 1) * facts.passes * (channels if facts.tries_channels else 1)
+    if most is None or passes <= most:
         return {}
-    return {"top_n": how.tried}
+    if facts.tries_channels:
+        return {"top_n": max(1, most // (passes // channels))}
+    return {"samples": max(1, most // facts.passes)} if facts.samples else {}
+
+
+def channels_of(net: DualBranch) -> int:
+    """Return the number of channels of the network's features."""
+    with torch.no_grad():
+        return int(net.run(net.example).features.shape[1])
 
 
 def _first_images(net: DualBranch, samples: Samples) -> Tensor:
@@ -140,19 +150,24 @@ def _rows(
 ) -> list[BenchRow]:
     """Return the rows of a data set in the order of the registry, those with equally many images evaluated
     together."""
-    how, groups = amounts(plan), dict[tuple[int | None, bool], list[str]]()
+    how, channels, groups = amounts(plan), channels_of(net), dict[tuple[Any, ...], list[str]]()
+    first = plan.available(SYSTEM_DATASETS)[0]
     for name, cost in costs.items():
-        groups.setdefault((how.images_of(cost.passes), METHODS[name].class_specific), []).append(name)
+        if cost.passes > FEW_PASSES and dataset != first and not how.everywhere:
+            continue
+        told = tuple(effort(name, channels, how).items())
+        key = how.images_of(cost.passes), METHODS[name].class_specific, told
+        groups.setdefault(key, []).append(name)
     rows = list[BenchRow]()
-    for (images, specific), methods in groups.items():
-        samples = plan.samples(dataset, "test", images)
+    for (images, specific, told), methods in groups.items():
         settings: Any = {"methods": methods, "others": others, **_MASKS}
         if not specific:
             settings = {"methods": methods, "branches": ("softmax",)}
-        settings["effort"] = {name: found for name in methods if (found := effort(name, net, how))}
+        settings |= {f"map_{name}": count for name, count in told}
+        samples = plan.samples(dataset, "test", images)
         rows += _measured(plan, dataset, net, samples, settings, progress)
     order = {name: number for number, name in enumerate(METHODS)}
-    described = (_described(row, net, how) for row in rows if _differs(row))
+    described = (_described(row, channels, how) for row in rows if _differs(row))
     return sorted(described, key=lambda row: order[row["method"]])
 
 
@@ -184,11 +199,11 @@ def _differs(row: BenchRow) -> bool:
     return METHODS[row["method"]].signed or (row["branch"], row["clamp"]) != ("softmax", True)
 
 
-def _described(row: BenchRow, net: DualBranch, how: Amounts) -> BenchRow:
+def _described(row: BenchRow, channels: int, how: Amounts) -> BenchRow:
     """Return the row with what tells how it was made."""
     made: BenchRow = {"curve_steps": how.curve_steps}
     if not METHODS[row["method"]].class_specific:
         made["branch"] = ANY_HEAD
-    if tried := effort(row["method"], net, how):
-        made |= {"effort": tried, "fit": f"{tried['top_n']} channels tried"}
+    for name, count in effort(row["method"], channels, how).items():
+        made |= {name: count, "fit": f"{count} {'channels tried' if name == 'top_n' else 'samples'}"}
     return row | made

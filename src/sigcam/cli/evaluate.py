@@ -46,6 +46,9 @@ class EvaluateOptions(
         "unit",
     )
     zoom: float = option("Draw maps from images enlarged by this factor: finer, slower.", 1.0)
+    map_samples: int | None = option(
+        "Number of masks, noises or steps of methods that take them, as --samples of explain.", None, min=1
+    )
     metrics: str | None = option("Metrics, comma-separated: max_box_acc_v2,pxap, ....", None)
     scorer: str = option("Heads that score confidence: softmax,sigmoid,branch or some of them.", "softmax")
     val_split: str | None = option("Also choose thresholds on this split.", None)
@@ -129,7 +132,8 @@ def _evaluate_network(options: EvaluateOptions, progress: Progress) -> tuple[Dua
     from sigcam.data.registry import open_dataset
     from sigcam.data.sample import check_disjoint
     from sigcam.evaluation.evaluator import evaluate
-    from sigcam.methods.registry import MapConfig
+    from sigcam.methods.cost import cost_note, is_long
+    from sigcam.methods.registry import METHODS, MapConfig, method_name
     from sigcam.network.opening import find_branch_file, has_shipped_branch, open_network
 
     o, metrics = options, _words(options.metrics)
@@ -155,11 +159,16 @@ def _evaluate_network(options: EvaluateOptions, progress: Progress) -> tuple[Dua
         why = f"are in split {o.split} too: thresholds must come from other images than those measured."
         check_disjoint(val_samples, samples, why)
     net = open_network(o.model, o.weights, branch, head=o.head, layer=o.layer, device=o.device).net
+    for method in methods:
+        samples_of = o.map_samples if METHODS[method_name(method)].samples else None
+        if is_long(config := MapConfig(method, samples=samples_of)):
+            say(cost_note(net, config), err=True)
     settings: Any = {
         "methods": methods,
         "branches": branches,
         "scales": _words(o.scales) or ["unit"],
         "zoom": o.zoom,
+        "map_samples": o.map_samples,
         "batch_size": o.batch_size,
         "workers": o.workers,
         "scorers": _words(o.scorer) or ["softmax"],

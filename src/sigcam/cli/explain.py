@@ -42,6 +42,11 @@ class ExplainOptions(
     stride: int | None = option("1: no stride in a CNN's last stage; maps twice as fine.", None)
     aug_smooth: bool = option("Average over mirror images and brightnesses: six passes.", False)
     top_n: int | None = option("Number of channels that Score-CAM tries; default: all.", None)
+    samples: int | None = option(
+        "Number of masks (rise), noises (smoothgrad) or steps (integrated-gradients, extremal-perturbation); "
+        "default: the paper's.",
+        None,
+    )
     eigen_smooth: bool = option("Keep the first principal component of the weighted channels.", False)
     classes: list[str] | None = option(
         "Class to explain, by its name, a synonym or word of it, or its number; may be repeated. Default: "
@@ -77,6 +82,7 @@ def explain_command(options: ExplainOptions) -> None:
     from sigcam.data.images import images_from_paths
     from sigcam.data.registry import open_dataset
     from sigcam.data.sample import data_fingerprint
+    from sigcam.methods.cost import cost_note, is_long
     from sigcam.methods.folder import ExplainConfig, explain_samples
     from sigcam.methods.inputs import class_number
     from sigcam.models.state_dict import fingerprint, weights_facts
@@ -100,6 +106,7 @@ def explain_command(options: ExplainOptions) -> None:
         target=o.target,
         scale=o.scale or "unit",
         top_n=o.top_n,
+        samples=o.samples,
         layers=tuple(o.layers.split(",")) if o.layers else None,
         zoom=o.zoom,
         stride=o.stride,
@@ -118,6 +125,8 @@ def explain_command(options: ExplainOptions) -> None:
     net = opened.net
     if o.scale is None:
         config = replace(config, clamp=o.clamp).with_best_scale(net)
+    if is_long(config):
+        say(cost_note(net, config), err=True)
     with progress_bar() as progress:
         folder = explain_samples(
             net,
@@ -149,7 +158,7 @@ def explain_command(options: ExplainOptions) -> None:
         data_fingerprint=data_fingerprint(samples),
         **{name: getattr(o, name) for name in ("branch", "method", "target", "layers", "zoom", "stride")},
         classes=o.classes,
-        **{name: getattr(config, name) for name in ("scale", "clamp", "aug_smooth", "eigen_smooth", "top_n")},
+        **{name: getattr(config, name) for name in SETTINGS},
         skipped=skipped,
         numbers=rows,
     )
@@ -173,6 +182,7 @@ SCALE_LINES = {
     "probability": "scale: probability, the same for all images; the box is where it is above {:g} "
     "(--scale unit stretches each map from 0 to 1)",
 }
+SETTINGS = ("scale", "clamp", "aug_smooth", "eigen_smooth", "top_n", "samples")  # of the manifest
 TABLE_ROWS = 20  # rows of the table
 
 

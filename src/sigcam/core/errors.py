@@ -11,6 +11,10 @@ class AttachError(SigcamError):
     """The network cannot be split into features and head."""
 
 
+class ExampleNeeded(AttachError):
+    """The network takes none of the inputs that are tried by default."""
+
+
 class DataError(SigcamError):
     """Images, labels, classes or maps cannot be used as given."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from sigcam.methods.registry import METHODS, MapConfig, Scale
 from sigcam.methods.targets import Branch, at_least_float32, branch_logits, class_logits, head_of
 from sigcam.metrics.fidelity import insertion_deletion_curves
 from sigcam.metrics.localization import in_top
+from sigcam.metrics.removal import removal_curves
 from sigcam.network.dual import DualBranch, ForwardPass
 from sigcam.network.image_errors import blame_images
 from sigcam.network.zoom import zoom_batch, zoomed
@@ -73,7 +74,8 @@ class BatchEvaluator:
     Args:
         others: further branches of the network's classifier, by name; they share its pass.
         curve_steps: steps of insertion and deletion.
-        effort: by method, further settings of its maps, which are no part of their variant.
+        map_samples: masks, noises or steps of methods that take them; None for their default.
+        map_top_n: channels that methods try which mask images by channels; None for all.
     """
 
     net: DualBranch
@@ -83,7 +85,8 @@ class BatchEvaluator:
     zoom: float
     others: Mapping[str, DualBranch] = field(default_factory=dict)
     curve_steps: int = 224
-    effort: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    map_samples: int | None = None
+    map_top_n: int | None = None
 
     def uses(self, *parts: str) -> bool:
         """Whether a metric uses one of these parts of the record."""
@@ -159,15 +162,18 @@ class BatchEvaluator:
     ) -> BatchRecord:
         """The record with the variant's maps, drawn from the pass in `source`, and the scores of the images
         masked by them."""
-        net, fidelity = self.net, self.uses("predicted_maps", "scores", "curves")
+        net, fidelity = self.net, self.uses("predicted_maps", "scores", "curves", "removal")
         assert variant.method is not None
         facts = METHODS[variant.method]
-        cam = fidelity and (facts.finish, facts.gives, variant.scale) == ("min-max", "weights", "unit")
+        cam = fidelity and facts.masks_are_resized and variant.scale == "unit"
         classes = [located] * self.uses("maps") + [absent] * self.uses("absent_maps")
         classes += [predicted] * (fidelity and not cam)  # masks of CAM are resized otherwise
         if classes:
-            config = replace(variant.map_config(), **self.effort.get(variant.method, {}))
-            chosen = torch.cat(classes, 1)
+            config, chosen = variant.map_config(), torch.cat(classes, 1)
+            if facts.samples:
+                config = replace(config, samples=self.map_samples)
+            if facts.tries_channels:
+                config = replace(config, top_n=self.map_top_n)
             maps = explain_pass(*source, config, classes=chosen, size=forward.image, zoom=self.zoom).maps
             record = replace(record, maps=maps[:, 0].cpu()) if self.uses("maps") else record
             if self.uses("absent_maps"):
@@ -185,15 +191,16 @@ class BatchEvaluator:
                 passes = other.reread(forward), other.reread(masked)
                 scores["branch"] = [_score(other, f, "branch", variant, predicted) for f in passes]
             record = replace(record, scores=scores)
+
+        def probabilities(images: Tensor) -> Tensor:
+            return class_probabilities(net, net.run(images))
+
+        shown = forward.images, masks, predicted[:, 0]
         if self.uses("curves"):
-            curves = insertion_deletion_curves(
-                lambda images: class_probabilities(net, net.run(images)),
-                forward.images,
-                masks,
-                predicted[:, 0],
-                steps=self.curve_steps,
-            )
+            curves = insertion_deletion_curves(probabilities, *shown, steps=self.curve_steps)
             record = replace(record, curves=tuple(curve.cpu() for curve in curves))
+        if self.uses("removal"):
+            record = replace(record, removal=tuple(c.cpu() for c in removal_curves(probabilities, *shown)))
         return record
 
 

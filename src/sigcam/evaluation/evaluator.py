@@ -1,7 +1,6 @@
 """evaluate: measure the maps that a network draws; evaluate_maps: measure maps from files."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -41,7 +40,8 @@ def evaluate(
     others: Mapping[str, DualBranch] | None = None,
     zoom: float = 1.0,
     curve_steps: int = 224,
-    effort: Mapping[str, Mapping[str, Any]] | None = None,
+    map_samples: int | None = None,
+    map_top_n: int | None = None,
     val: Result | None = None,
     intervals: bool = False,
     transform: Callable[[Image.Image], Tensor] | None = None,
@@ -70,7 +70,8 @@ def evaluate(
             network's own; each is one more branch of the result.
         zoom: factor by which images are enlarged to draw finer maps, as for `explain`.
         curve_steps: steps of insertion and deletion; RISE has 224.
-        effort: by method, how much work its maps take, as {"score-cam": {"top_n": 256}}; see `explain`.
+        map_samples: masks, noises or steps of methods that take them, as `samples` of `explain`.
+        map_top_n: channels that methods try which mask images by channels, as `top_n` of `explain`.
         val: result of the same evaluation on a validation split; adds accuracies at its best thresholds.
         intervals: add bootstrap intervals over images.
         transform: turns an image into a (3, H, W) tensor, without cropping; `net.transform` by default.
@@ -84,10 +85,8 @@ def evaluate(
     net = net.for_many(len(samples))
     specs, left_out = choose_metrics(metrics, samples, network=True, maps_of_labels=class_from == "label")
     scorers = tuple(dict.fromkeys(scorers))
-    effort = {method_name(name): dict(settings) for name, settings in (effort or {}).items()}
-    for name, settings in effort.items():
-        replace(MapConfig(name), **settings).checked()
-    evaluator = BatchEvaluator(net, specs, class_from, scorers, zoom, others, curve_steps, effort)
+    counts = curve_steps, map_samples, map_top_n
+    evaluator = BatchEvaluator(net, specs, class_from, scorers, zoom, others, *counts)
     samples = _prepare_samples(samples, evaluator, transform)
     variants = _variants(methods, branches, others, clamps, scales)
     variants = _calibrated(variants, net, others, zoom)  # raises before any work
@@ -104,7 +103,8 @@ def evaluate(
         batch_size,
         skip_unreadable,
         curve_steps,
-        effort,
+        map_samples,
+        map_top_n,
     )
     facts = path and [evaluation_facts(net, samples, transform, others), options]
     checkpoint = EvalCheckpoint(path, facts, table)
@@ -300,6 +300,8 @@ def _about(
         "preprocessing": str(transform),
         "class_from": evaluator.class_from,
         "zoom": evaluator.zoom,
+        **({"map_samples": evaluator.map_samples} if evaluator.map_samples else {}),
+        **({"map_top_n": evaluator.map_top_n} if evaluator.map_top_n else {}),
         "confidence": {scorer: SCORERS[scorer] for scorer in evaluator.scorers},
         "masking": "the normalised image times the predicted class's map",
     }

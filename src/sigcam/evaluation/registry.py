@@ -37,6 +37,7 @@ class BatchRecord:
     # By scorer, the predicted class's score (B,) on the images and on the masked images.
     scores: Mapping[Any, Sequence[Tensor]] = field(default_factory=dict)
     curves: tuple[Tensor, ...] = ()  # insertion and deletion curves, (B, S + 1) each
+    removal: tuple[Tensor, ...] = ()  # scores with pixels removed, least and most relevant first, (B, S) each
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class MetricSpec:
     inputs: Callable[[BatchRecord, Any], Sequence[Any]]
     needs: tuple[Need, ...] = ()  # what the metric cannot be measured without
     # The part of `BatchRecord` that must be computed; "correct" is measured once, without maps.
-    uses: Literal["maps", "absent_maps", "predicted_maps", "scores", "curves", "correct"] = "maps"
+    uses: Literal["maps", "absent_maps", "predicted_maps", "scores", "curves", "removal", "correct"] = "maps"
     measured: Literal["always", "with several boxes", "on request"] = "always"  # if no metrics are named
     title: str = ""  # heading in tables; by default the metric's name in words
     unit: str = "%"  # of the value
@@ -86,6 +87,7 @@ _boxed_correct = partial(MetricSpec, needs=("boxes", "labels", "a network"))
 _networked = partial(MetricSpec, needs=("a network",))
 _scored = partial(_networked, inputs=lambda batch, scorer: batch.scores[scorer], uses="scores")
 _on_curve = partial(_networked, uses="curves", measured="on request")
+_removing = partial(_networked, uses="removal", measured="on request")
 
 
 def _top(k: int) -> Callable[[BatchRecord, Any], tuple[Any, ...]]:
@@ -128,6 +130,8 @@ METRICS: dict[str, MetricSpec] = {
     ),
     "insertion": _on_curve(metrics.Insertion, lambda batch, _: batch.curves[:1]),
     "deletion": _on_curve(metrics.Deletion, lambda batch, _: batch.curves[1:]),
+    "road_least": _removing(metrics.RoadLeast, lambda batch, _: batch.removal[:1]),
+    "road_most": _removing(metrics.RoadMost, lambda batch, _: batch.removal[1:]),
 }
 
 

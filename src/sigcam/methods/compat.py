@@ -1,16 +1,22 @@
 """GradCAM and its siblings: `explain` with the call signature of pytorch-grad-cam."""
 
+import logging
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 from typing import Any, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sigcam.core.errors import AttachError, ConfigError, DataError
+from sigcam.core.errors import AttachError, ConfigError, DataError, ExampleNeeded
+from sigcam.methods.backpropagation import guided_gradients
+from sigcam.methods.concepts import factorize
 from sigcam.methods.explainer import explain
+from sigcam.methods.inputs import choose_classes
+from sigcam.methods.probe import Probe
 from sigcam.methods.registry import METHODS, method_name
 from sigcam.methods.targets import Branch, Target, TargetName, finer_score, nearest_classes
 from sigcam.network.attachment import attach, unwrap
@@ -21,6 +27,8 @@ RowScore = Callable[[Tensor], Tensor]  # one image's logits (C,) -> one number
 Targets = int | RowScore | Sequence[int | RowScore] | Tensor | NumpyArray | None
 Layers = Sequence[str | nn.Module] | None
 
+log = logging.getLogger("sigcam")
+
 
 class _Cam:
     """Maps of one method; call it with a (B, C, H, W) batch.
@@ -29,12 +37,15 @@ class _Cam:
         model: A classifier, whose own head is explained without clamping; or the result of `attach`, whose
             sigmoid branch is explained.
         target_layers: Modules of the model, or their names; several are fused. Found by default.
-        reshape_transform: Not needed; must be None.
+        reshape_transform: Not needed, since tokens fold automatically; ignored.
         branch: "sigmoid", "softmax" or "centred", to explain another branch than the default.
         batch_size: Number of masked images (Score-CAM) or variants of F (Ablation-CAM) per pass.
     """
 
     method: str
+    net: DualBranch
+    layers: Layers
+    _images: Tensor | None = None
 
     def __init_subclass__(cls, method: str = "grad-cam") -> None:
         cls.method = method
@@ -43,16 +54,18 @@ class _Cam:
         self,
         model: nn.Module,
         target_layers: Layers = None,
-        reshape_transform: None = None,
+        reshape_transform: object = None,
         *,
         branch: Branch | None = None,
         batch_size: int | None = None,
     ) -> None:
         if reshape_transform is not None:
-            raise ConfigError("reshape_transform is not needed, tokens fold automatically: leave it out.")
+            _log_once("reshape_transform is not needed and not used: tokens fold automatically.")
         self.branch: Branch = branch or ("sigmoid" if isinstance(model, DualBranch) else "softmax")
         self.batch_size = batch_size
-        self.net, self.layers = _attach_at(model, target_layers)
+        self._given = model, target_layers
+        with suppress(ExampleNeeded):  # then the first images are the example
+            self.net, self.layers = _attach_at(model, target_layers)
 
     def __call__(
         self,
@@ -65,11 +78,25 @@ class _Cam:
         image's logits (C,) in `targets`: one for all images, or one for each."""
         return self._maps(input_tensor, targets, "class", aug_smooth, eigen_smooth)
 
+    @property
+    def outputs(self) -> Tensor | None:
+        """The model's output (B, C) for the images of the last call; None before the first."""
+        if self._images is None:
+            return None
+        with torch.no_grad():
+            return self.net.run(self._images).softmax
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         """Do nothing: no hook outlives a call."""
+
+    def attached(self, images: Tensor) -> tuple[DualBranch, Tensor]:
+        """Return the network, for which the first images may be the example, and the images on its device."""
+        if not hasattr(self, "net"):
+            self.net, self.layers = _attach_at(*self._given, example=images[:1].detach())
+        return self.net, images.to(self.net.device)
 
     def _maps(
         self,
@@ -80,9 +107,10 @@ class _Cam:
         eigen_smooth: bool,
     ) -> NumpyArray:
         """Return maps of `score` for the classes in `targets`, or of the functions in `targets`."""
-        images = images.to(self.net.device)
-        parsed = _parse_targets(targets, len(images), self.net.classes)
-        at_layers = partial(explain, self.net, method=self.method, branch=self.branch, layers=self.layers)
+        net, images = self.attached(images)
+        self._images = images
+        parsed = _parse_targets(targets, len(images), net.classes)
+        at_layers = partial(explain, net, method=self.method, branch=self.branch, layers=self.layers)
         smoothing = {"aug_smooth": aug_smooth, "eigen_smooth": eigen_smooth}
         run = partial(at_layers, batch_size=self.batch_size, **smoothing)
         if not isinstance(parsed, list):
@@ -95,7 +123,13 @@ class _Cam:
         return torch.cat([ex.maps for ex in parts]).float().cpu().numpy()
 
 
-def _attach_at(model: nn.Module, layers: Layers) -> tuple[DualBranch, Layers]:
+@cache
+def _log_once(message: str) -> None:
+    """Log a message, the first time only."""
+    log.warning(message)
+
+
+def _attach_at(model: nn.Module, layers: Layers, example: Tensor | None = None) -> tuple[DualBranch, Layers]:
     """Attach to the model; return the network and the `layers` argument that is left for `explain`."""
     if layers is not None and (isinstance(layers, str | nn.Module) or not len(layers)):
         raise ConfigError("target_layers is a list of modules or names, e.g. [model.layer4], or left out.")
@@ -104,8 +138,8 @@ def _attach_at(model: nn.Module, layers: Layers) -> tuple[DualBranch, Layers]:
         name = layer if isinstance(layer, str) else {m: n for n, m in model.named_modules()}.get(layer)
         if name is None:
             raise AttachError(f"this {type(layer).__name__} is no module of {type(model).__name__}.")
-        return attach(model, layer=name), None
-    net = model if isinstance(model, DualBranch) else attach(model)
+        return attach(model, layer=name, example=example), None
+    net = model if isinstance(model, DualBranch) else attach(model, example=example)
     for layer in layers or ():
         net.feature_point(layer)  # raise now rather than with the first images
     return net, layers
@@ -182,6 +216,21 @@ class ScoreCAM(_Cam, method="score-cam"):
 class AblationCAM(_Cam, method="ablation-cam"):
     """The score lost with each channel set to zero (Desai and Ramaswamy, 2020)."""
 
+    def __init__(
+        self,
+        model: nn.Module,
+        target_layers: Layers = None,
+        reshape_transform: object = None,
+        ablation_layer: object = None,
+        batch_size: int | None = None,
+        ratio_channels_to_ablate: float = 1.0,
+        *,
+        branch: Branch | None = None,
+    ) -> None:
+        super().__init__(model, target_layers, reshape_transform, branch=branch, batch_size=batch_size)
+        if ablation_layer is not None or ratio_channels_to_ablate != 1:
+            _log_once("AblationCAM sets every channel to zero: no ablation_layer and no ratio is used.")
+
 
 class EigenCAM(_Cam, method="eigen-cam"):
     """The first principal component of the features (Muhammad and Yeasin, 2020)."""
@@ -191,6 +240,57 @@ class EigenGradCAM(_Cam, method="eigengrad-cam"):
     """The first principal component of gradients times features."""
 
 
+class GradCAMElementWise(_Cam, method="grad-cam-elementwise"):
+    """Each cell's own gradient, where gradient times feature is positive."""
+
+
+class ShapleyCAM(_Cam, method="shapley-cam"):
+    """Gradients less half the Hessian times the features (Cai, 2025)."""
+
+
+class SegEigenCAM(_Cam, method="seg-eigen-cam"):
+    """The first principal component of gradients' sizes times features (Chung and Ying, 2025)."""
+
+
+class KPCA_CAM(_Cam, method="kpca-cam"):
+    """The first component of the features by kernel PCA (Karmani et al., 2024)."""
+
+
+class FEM(_Cam, method="fem"):
+    """The cells in which channels are far above their mean (Fuad et al., 2020)."""
+
+
+class RandomCAM(_Cam, method="random-cam"):
+    """Random weights, as a control."""
+
+
+class SmoothGradCAMpp(_Cam, method="smoothgrad-cam++"):
+    """Grad-CAM++ averaged over noisy copies of the image (Omeiza et al., 2019)."""
+
+
+class SSCAM(_Cam, method="ss-cam"):
+    """Score-CAM averaged over noisy masks (Wang et al., 2020)."""
+
+
+class ISCAM(_Cam, method="is-cam"):
+    """Score-CAM averaged over masks of growing strength (Naidu et al., 2020)."""
+
+
+class FullGrad(_Cam, method="fullgrad"):
+    """Gradients of the biases in all layers (Srinivas and Fleuret, 2019), for which no layer is chosen."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        target_layers: Layers = None,
+        reshape_transform: object = None,
+        *,
+        branch: Branch | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        super().__init__(model, None, reshape_transform, branch=branch, batch_size=batch_size)
+
+
 class FinerCAM(_Cam):
     """What sets a class apart from the most similar ones (Zhang et al., 2025), by any method."""
 
@@ -198,7 +298,7 @@ class FinerCAM(_Cam):
         self,
         model: nn.Module,
         target_layers: Layers = None,
-        reshape_transform: None = None,
+        reshape_transform: object = None,
         base_method: type = GradCAM,
         *,
         branch: Branch | None = None,
@@ -238,3 +338,51 @@ class FinerCAM(_Cam):
             return finer_score(logits, classes, rivals, alpha)
 
         return self._maps(input_tensor, targets, score, aug_smooth, eigen_smooth)
+
+
+class DeepFeatureFactorization:
+    """Concepts in the features of images (Collins et al., 2018), see `sigcam.factorize`.
+
+    Args:
+        computation_on_concepts: A module that is called on the concepts' channels (K, N), such as the model's
+            last layer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        target_layer: str | nn.Module | None = None,
+        reshape_transform: object = None,
+        computation_on_concepts: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._cam = _Cam(model, None if target_layer is None else [target_layer], reshape_transform)
+        self.computation_on_concepts = computation_on_concepts
+
+    def __call__(self, input_tensor: Tensor, n_components: int = 16) -> tuple[NumpyArray, ...]:
+        """Return concepts (N, K) and their maps (B, K, H, W), and with `computation_on_concepts` its (K, ...)
+        result."""
+        net, images = self._cam.attached(input_tensor)
+        layers = self._cam.layers
+        found = factorize(net, images, n_components, layer=layers[0] if layers else None)
+        results = [found.vectors.T, found.maps]
+        if self.computation_on_concepts is not None:
+            with torch.no_grad():
+                results.append(self.computation_on_concepts(found.vectors))
+        return tuple(each.cpu().numpy() for each in results)
+
+
+class GuidedBackpropReLUModel:
+    """Gradients of one image; ReLUs let positive ones alone pass back (Springenberg et al., 2015)."""
+
+    def __init__(self, model: nn.Module, device: object = None) -> None:
+        self._cam = _Cam(model)
+
+    def __call__(self, input_img: Tensor, target_category: int | None = None) -> NumpyArray:
+        """Return the signed gradient (H, W, C) of the class, by default the predicted one, of a (1, C, H, W)
+        image."""
+        net, image = self._cam.attached(input_img)
+        with torch.no_grad():
+            forward_pass = net.run(image)
+            classes, _ = choose_classes(net, forward_pass, target_category)
+            gradients = guided_gradients(Probe(net, forward_pass, self._cam.branch, classes))
+        return gradients[0, 0].movedim(0, -1).cpu().numpy()

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from operator import index
 from typing import Literal
 
 import torch
@@ -19,7 +18,7 @@ from sigcam.core.memory import check_memory
 from sigcam.core.types import GridSize
 from sigcam.methods.explanation import Explanation, is_calibrated
 from sigcam.methods.formulas import first_component
-from sigcam.methods.inputs import Classes, ImageSource, Scores, as_batch, choose_classes
+from sigcam.methods.inputs import Classes, ImageSource, Scores, as_batch, choose_classes, output_size
 from sigcam.methods.postprocess import fuse_layers, unit_range
 from sigcam.methods.probe import Probe, no_autocast
 from sigcam.methods.registry import METHODS, MapConfig, MapSize, Scale
@@ -56,6 +55,7 @@ def explain(
     eigen_smooth: bool = False,
     batch_size: int | None = None,
     top_n: int | None = None,
+    samples: int | None = None,
 ) -> Explanation:
     """Return evidence maps for one class per image, in [0, 1], at image size (Eq. 4, 6; clamp: Sec. 3.3).
 
@@ -73,26 +73,33 @@ def explain(
         scale: "unit" scales each map to [0, 1]; "raw" is signed, in logits: no ReLU, no scaling; "logit"
             scores cells so that their mean is the branch's logit, bias included; "probability" is the sigmoid
             of that, calibrated for this size of image, and can be compared between images and classes.
-        size: "image" (default), "features" keeps P x Q (default for "all"), or (height, width).
+        size: "image" (default), "features" keeps P x Q (default for "all"), or (height, width). Maps of pixels
+            are averaged where they become smaller.
         layers: Layers (names or modules) whose maps are fused: by their mean, or as Layer-CAM does.
         zoom: Draw maps from the image enlarged by this factor; class and scores stay those of the image.
         stride: 1 runs a convolutional network's last stage without its stride: maps twice as fine.
         aug_smooth: Average over the image and its mirror image, each at 0.9, 1 and 1.1 times its values.
         eigen_smooth: Keep the first principal component of the weighted channels, instead of their sum: less
             noise. For methods that weight channels, and unit or raw maps.
-        batch_size: Number of masked images (Score-CAM) or variants of F (Ablation-CAM) per pass.
+        batch_size: Number of altered images (Score-CAM, maps of pixels) or variants of F (Ablation-CAM) per pass;
+            fewer where memory is short.
         top_n: Number of channels that Score-CAM tries: those that vary most over the image.
+        samples: Number of masks (RISE), noises (SmoothGrad) or steps (integrated gradients, extremal perturbation).
     """
     if not isinstance(net, DualBranch):
         kind = type(net).__name__
         raise ConfigError(f"explain takes what attach returns, not {kind}: net = sigcam.attach(model).")
-    config = MapConfig(method, branch, clamp, target, scale, batch_size, top_n, eigen_smooth).checked()
+    config = MapConfig(
+        method, branch, clamp, target, scale, batch_size, top_n, eigen_smooth, samples
+    ).checked()
     if stride is not None and (isinstance(stride, bool) or stride != 1):
         raise ConfigError(f"stride is 1 (no stride in the last stage) or None, not {stride!r}.")
     if aug_smooth not in (False, True):
         raise ConfigError(f"aug_smooth is True or False, not {aug_smooth!r}.")
     if isinstance(layers, str | torch.nn.Module):
         raise ConfigError("layers is a list of layers, such as layers=['layer3', 'layer4'].")
+    if layers and METHODS[config.method].gives == "pixels":
+        raise ConfigError(f"{config.method} explains pixels, not a layer: leave layers out.")
     batch, seen = as_batch(net, images)
     points = tuple(net.feature_point(layer) for layer in layers) if layers else (net.split.point,)
     if len(points) > 1 and scale != "unit":
@@ -183,7 +190,7 @@ def _explain_parts(
     map_scale: LogitScale,
 ) -> Explanation:
     """Explain classes of the `native` pass by the mean map of all views, part by part of the batch."""
-    output_size = _output_size(size, classes, native.image)
+    grid = output_size(size, classes, native.image)
     if config.branch == "sigmoid" and not net.fitted and not net.warned:
         net.warned = True
         warnings.warn(
@@ -195,7 +202,7 @@ def _explain_parts(
         chosen, several = choose_classes(net, native, classes)  # (B, K)
         drawn, done = list[tuple[Tensor, RawMaps]](), 0
         for views in parts:
-            drawn.append(_draw_maps(views, chosen[done:], config, output_size, map_scale))
+            drawn.append(_draw_maps(views, chosen[done:], config, grid, map_scale))
             done += len(drawn[-1][0])
         maps, raw = drawn[0] if len(drawn) == 1 else _joined(drawn)  # (B, K, H, W)
         if isinstance(classes, str) and classes == "positive":
@@ -227,23 +234,6 @@ def _explain_parts(
         cells=raw.maps[:, k] if config.absolute else None,
         calibrated=is_calibrated(net),
     )
-
-
-def _output_size(size: MapSize, classes: Classes, image: GridSize) -> GridSize | None:
-    """Return the maps' size; None for that of the features."""
-    if size is None:
-        size = "features" if isinstance(classes, str) and classes == "all" else "image"
-    if isinstance(size, str) and size in ("image", "features"):
-        return image if size == "image" else None
-    try:
-        if isinstance(size, str) or len(size) != 2 or any(isinstance(side, bool) for side in size):
-            raise TypeError
-        height, width = map(index, size)
-    except TypeError:
-        raise ConfigError(f"size is 'image', 'features' or (height, width), not {size!r}.") from None
-    if height < 1 or width < 1:
-        raise ConfigError(f"size must be at least (1, 1), not {(height, width)}.")
-    return GridSize(height, width)
 
 
 def _draw_maps(
@@ -334,14 +324,18 @@ class RawMaps:
             return "no gradient reaches the layer: name another one in attach(model, layer=...)"
         if clamp and bool(self.none_positive[image, k]):
             return "no channel has a positive weight, and clamping keeps positive ones only: see scale='raw'"
+        if not bool(maps.any()):
+            return "it is zero everywhere: no pixel or feature contributes"
         if bool((maps <= 0).all()):
             return "all evidence is negative and the ReLU removes it: see scale='raw', or the sigmoid branch"
         return "it is constant"
 
 
 def draw_raw_maps(net: DualBranch, forward_pass: ForwardPass, classes: Tensor, config: MapConfig) -> RawMaps:
-    """Return the weighted sums of features (Eq. 4) for (B, K) classes, as many at a time as fit in memory."""
-    features = forward_pass.features
+    """Return the weighted sums of features (Eq. 4), or maps of pixels, for (B, K) classes, as many at a time
+    as fit in memory."""
+    of_pixels = METHODS[config.method].gives == "pixels"
+    features = forward_pass.images if of_pixels else forward_pass.features
     light = METHODS[config.method].light and not config.eigen_smooth
     numbers = features[..., 0, 0].numel() if light else features.numel()
     parts = classes.clamp(min=0).split(max(1, MAX_WEIGHTS // numbers), 1)
@@ -351,9 +345,10 @@ def draw_raw_maps(net: DualBranch, forward_pass: ForwardPass, classes: Tensor, c
 
 def _draw_part(net: DualBranch, forward_pass: ForwardPass, classes: Tensor, config: MapConfig) -> RawMaps:
     method, target = METHODS[config.method], as_target(config.target, config.branch)
-    probe = Probe(net, forward_pass, config.branch, classes, target, config.batch_size, config.top_n)
+    counts = config.batch_size, config.top_n, config.samples or method.samples or 1
+    probe = Probe(net, forward_pass, config.branch, classes, target, *counts)
     weights = method(probe).detach()  # w  (B, K, N, 1, 1) or (B, K, N, P, Q)
-    if method.gives == "maps":
+    if not method.weights_channels:
         ones = torch.ones_like(classes, dtype=weights.dtype)
         return RawMaps(weights.expand(-1, classes.shape[1], -1, -1), ones, ones == 0, ones == 0)
     if config.scale != "unit" and method.gives == "gradients":

@@ -16,6 +16,7 @@ from sigcam.core.types import Progress, Skipped
 from sigcam.data.loader import load_batches
 from sigcam.data.maps import map_names
 from sigcam.data.sample import Samples, source_stamp
+from sigcam.methods.cost import is_long, passes_reported
 from sigcam.methods.explainer import explain
 from sigcam.methods.explanation import Explanation, write_map
 from sigcam.methods.inputs import Classes, ImageSource
@@ -108,6 +109,8 @@ def explain_samples(
         else:
             for file in left:
                 (output / file).unlink(missing_ok=True)
+    slow = is_long(config)
+    batch_size = 1 if slow else batch_size  # an interrupted run loses one image
     todo = Samples(tuple(sample for sample in samples if sample.id not in rows), samples.classes)
     skipped = list[Skipped]()
     options: Any = {"batch_size": batch_size, "workers": workers, "spawn": net.device.type == "cuda"}
@@ -115,7 +118,9 @@ def explain_samples(
         skipped += batch.skipped
         if batch.pictures:
             chosen: Any = None if classes is None else [classes] * len(batch.pictures)
-            ex = config.explain(net, batch.pictures, chosen)
+            done, count = len(rows) + len(skipped), len(batch.pictures)
+            with passes_reported(progress if slow else None, config, done, count, len(samples)):
+                ex = config.explain(net, batch.pictures, chosen)
             batch_ids = [todo[i].id for i in batch.indices]
             written: dict[str, list[dict[str, Any]]] = {id: [] for id in batch_ids}
             for k, one in enumerate([ex] if classes is None else map(ex.select, range(len(classes)))):
@@ -129,7 +134,7 @@ def explain_samples(
                 kept = {"rows": rows[id], "stamp": stamps[id], "files": _files(output, names[id])}
                 lines[id] = json.dumps(kept)
             checkpoint.save({"images": list(lines.values())})
-        if progress and rows:
+        if progress and rows and not slow:
             progress("maps", len(rows) + len(skipped), len(samples))
     if not rows:
         raise DataError(f"none of the {len(samples)} images could be read; the first: {skipped[0][1]}")

@@ -1,5 +1,7 @@
 """The CAM methods, one function each: from a Probe to the weights of Eq. 4 (Eq. 5, 7)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from sigcam.network.pass_memory import smaller_batch
 from sigcam.network.trace import agree
 
 CPU_BATCH, GPU_BATCH = 4, 32  # masked images per pass; larger batches are slower on a CPU, see `chunks`
+SMOOTH_NOISE = 0.15  # of the image's range
+MASK_NOISE = 2.0  # of a mask from 0 to 1
 MANY_MASKS = 256  # a faster copy takes the time of about ten passes to make and check
 
 
@@ -63,7 +67,57 @@ def hires_cam(probe: Probe) -> Tensor:
     return probe.grads
 
 
-def _copy_for_masks(probe: Probe) -> DualBranch:
+@method("grad-cam-elementwise", gives="gradients")
+def grad_cam_elementwise(probe: Probe) -> Tensor:
+    """Each cell weighted by its own gradient, where gradient times feature is positive."""
+    return torch.where(probe.grads * probe.features > 0, probe.grads, 0.0)
+
+
+@method("shapley-cam", gives="gradients", in_logits=True, linear_twin="grad-cam")
+def shapley_cam(probe: Probe) -> Tensor:
+    """Each channel's mean gradient less half the Hessian times the features: the Shapley values of features
+    to second order (Cai, 2025)."""
+    if probe.is_flat:
+        return probe.mean_grads
+    return probe.mean_grads - probe.curvature.mean((-2, -1), keepdim=True) / 2
+
+
+@method(
+    "smoothgrad-cam++",
+    gives="gradients",
+    perturbs="noise",
+    samples=8,
+    aliases=("smoothgradcampp", "smoothgradcamplusplus"),
+)
+def smoothgrad_cam_plus_plus(probe: Probe) -> Tensor:
+    """Grad-CAM++ with the powers of the gradient averaged over noisy copies of the image (Omeiza et al.,
+    2019), noise of 15% of its range."""
+    images = probe.forward_pass.images
+    spread = (images.amax((1, 2, 3), keepdim=True) - images.amin((1, 2, 3), keepdim=True)) * SMOOTH_NOISE
+    powers = [torch.zeros((), device=images.device)] * 3  # mean g, g^2, g^3
+    for copy in range(probe.samples):
+        noise = standard_noise(images.shape[1:], copy).to(images)
+        g = probe.of_images(images + spread * noise).grads
+        powers = [mean + g**power / probe.samples for power, mean in enumerate(powers, 1)]
+    first, second, third = powers
+    share = second / (2 * second + over_cells(probe.features) * third + 1e-6)
+    return over_cells(first.relu() * torch.where(second != 0, share, 0.0))
+
+
+def standard_noise(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Return standard normal noise on the CPU, always the same for a seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@method("random-cam", class_specific=False, light=True, aliases=("random",))
+def random_cam(probe: Probe) -> Tensor:
+    """Weights drawn between -1 and 1, always the same ones: a control, which any method should beat."""
+    channels = probe.features.shape[2]
+    weights = torch.rand(channels, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    return weights.to(probe.features)[None, None, :, None, None]
+
+
+def copy_for_masks(probe: Probe) -> DualBranch:
     """The network with an optimised private copy of its model, where that has the same logits; made anew,
     since the weights may change between calls."""
     net, image = probe.net, probe.forward_pass.images[:1]
@@ -78,23 +132,58 @@ def _copy_for_masks(probe: Probe) -> DualBranch:
     return copied if agree(logits, probe.forward_pass.softmax_logits[:1].detach()) else net
 
 
-@method("score-cam", perturbs="images", signed=False)
-def score_cam(probe: Probe) -> Tensor:
-    """Softmax over channels of the scores of the image masked by each (Wang et al., 2020; Eq. 7)."""
+def mask_scores(
+    probe: Probe, versions: int = 1, change: Callable[[Tensor, int], Tensor] = lambda masks, version: masks
+) -> Tensor:
+    """Return (B, K, N) scores of the images behind each channel, upsampled and scaled from 0 to 1 as a mask;
+    the mean over changed versions of the masks (R, H, W). -inf for channels that are not tried."""
     features, images = probe.features[:, 0], probe.forward_pass.images
     count, channels = features.shape[:2]
     batch_size = probe.batch_size or (CPU_BATCH if images.device.type == "cpu" else GPU_BATCH)
     top_n = min(probe.top_n or channels, channels)
-    net = _copy_for_masks(probe) if count * top_n >= MANY_MASKS else probe.net
+    net = copy_for_masks(probe) if count * top_n * versions >= MANY_MASKS else probe.net
     batch_size = smaller_batch(min(batch_size, top_n), probe.net, images)
-    chosen = features.flatten(2).std(2).topk(top_n, dim=1).indices.sort(1).values  # (B, top_n)
+    varied = features.flatten(2).std(2, correction=0)  # of one cell, zero
+    chosen = varied.topk(top_n, dim=1).indices.sort(1).values  # (B, top_n)
     scores = features.new_full((count, probe.classes.shape[1], channels), float("-inf"))
     for i in range(count):
         for part in chosen[i].split(batch_size):
             masks = resize(features[i, part][None], probe.forward_pass.image, "bilinear")[0]  # (R, H, W)
             masks = unit_range(masks, eps=1e-8).to(images.dtype)
-            scores[i, :, part] = probe.rescore(i, images=images[i] * masks[:, None], net=net).to(scores).T
-    return scores.softmax(2)[..., None, None]
+            total = torch.zeros((), device=images.device)
+            for version in range(versions):
+                masked = images[i] * change(masks, version)[:, None]
+                total = total + probe.rescore(i, images=masked, net=net).to(scores) / versions
+            scores[i, :, part] = total.T
+    return scores
+
+
+@method("score-cam", perturbs="images", signed=False)
+def score_cam(probe: Probe) -> Tensor:
+    """Softmax over channels of the scores of the image masked by each (Wang et al., 2020; Eq. 7)."""
+    return mask_scores(probe).softmax(2)[..., None, None]
+
+
+@method("ss-cam", perturbs="images", samples=10, signed=False)
+def ss_cam(probe: Probe) -> Tensor:
+    """Score-CAM with each score averaged over noisy masks (SS-CAM; Wang et al., 2020), whose noise has a
+    standard deviation of 2 and is the same for every channel."""
+
+    def with_noise(masks: Tensor, version: int) -> Tensor:
+        return masks + MASK_NOISE * standard_noise(masks.shape[1:], version).to(masks)
+
+    return mask_scores(probe, probe.samples, with_noise).softmax(2)[..., None, None]
+
+
+@method("is-cam", perturbs="images", samples=10, signed=False)
+def is_cam(probe: Probe) -> Tensor:
+    """Score-CAM with each score averaged over strengths of the mask (Naidu et al., 2020): for n samples, the
+    sums of j / n over j = 0, over 0 and 1, and so on up to n - 1."""
+
+    def stronger(masks: Tensor, version: int) -> Tensor:
+        return masks * (version * (version + 1) / 2 / probe.samples)
+
+    return mask_scores(probe, probe.samples, stronger).softmax(2)[..., None, None]
 
 
 @method("ablation-cam", perturbs="features")
@@ -135,6 +224,45 @@ def eigengrad_cam(probe: Probe) -> Tensor:
     """Gradients times the first principal direction of gradients times features, which sets its sign."""
     flat = (probe.grads * probe.features).flatten(-2)
     return probe.grads * first_component(flat, flat.sum(-2))[..., None, None]
+
+
+@method("seg-eigen-cam", gives="gradients")
+def seg_eigen_cam(probe: Probe) -> Tensor:
+    """Sizes of gradients times the first principal direction of these times features, with the sign that
+    agrees with their sum (Chung and Ying, 2025)."""
+    sizes = probe.grads.abs()
+    flat = (sizes * probe.features).flatten(-2)
+    return sizes * first_component(flat, flat.sum(-2))[..., None, None]
+
+
+@method("kpca-cam", gives="maps", class_specific=False, signed=False, light=True)
+def kpca_cam(probe: Probe) -> Tensor:
+    """The cells' first component by kernel PCA, less their mean, by the kernel tanh(x y / N + 1) (Karmani et
+    al., 2024), with the sign that makes the map positive where activations are strong; the same for all
+    classes."""
+    cells = probe.features[:, 0].flatten(2).mT.double()  # (B, L, N)
+    usable = torch.isfinite(cells).flatten(1).all(1)[:, None]  # else the solver raises for the whole batch
+    cells = torch.where(usable[..., None], cells, 0.0)
+    strengths = cells.norm(dim=-1)  # (B, L)
+    cells = cells - cells.mean(1, keepdim=True)  # x
+    kernel = torch.tanh(cells @ cells.mT / cells.shape[-1] + 1)  # (B, L, L)
+    kernel = kernel - kernel.mean(1, keepdim=True) - kernel.mean(2, keepdim=True) + kernel.mean((1, 2), True)
+    values, vectors = torch.linalg.eigh(kernel)
+    component = vectors[..., -1] * values[:, -1:].clamp(min=0).sqrt()  # (B, L)
+    upright = (component * strengths).sum(-1, keepdim=True) >= 0
+    component = torch.where(usable, torch.where(upright, component, -component), float("nan"))
+    return component.to(probe.features).reshape(len(cells), 1, *probe.features.shape[-2:])
+
+
+@method("fem", gives="maps", class_specific=False, signed=False, light=True)
+def fem(probe: Probe) -> Tensor:
+    """The cells in which a channel lies two standard deviations or more above its mean, added up over
+    channels with the means as weights (Fuad et al., 2020); the same for all classes."""
+    features = probe.features
+    mean = features.mean((-2, -1), keepdim=True)
+    deviation = features.std((-2, -1), correction=0, keepdim=True)
+    far_above = features >= mean + 2 * deviation
+    return (mean * far_above).sum(2)
 
 
 @method(

@@ -1,7 +1,8 @@
-"""The inputs of `explain`: images as a batch, classes as indices, and the scores of those classes."""
+"""The inputs of `explain`: images as a batch, classes as indices with their scores, the size of maps."""
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from PIL import Image
 from torch import Tensor
 
 from sigcam.core.errors import ConfigError, DataError
+from sigcam.core.types import GridSize
 from sigcam.data.images import open_image
 from sigcam.methods.placement import Region
+from sigcam.methods.registry import MapSize
 from sigcam.methods.targets import Branch, at_least_float32, branch_logits, class_logits
 from sigcam.network.dual import DualBranch, ForwardPass
 from sigcam.network.image_errors import image_fault
@@ -172,3 +175,20 @@ def class_probabilities(net: DualBranch, forward_pass: ForwardPass) -> Tensor:
     if net.split.output == "logits":
         output = output.sigmoid() if net.classes == 1 else output.softmax(1)
     return torch.cat([1 - output, output], 1) if net.classes == 1 else output
+
+
+def output_size(size: MapSize, classes: Classes, image: GridSize) -> GridSize | None:
+    """Return the maps' size; None for that of the features."""
+    if size is None:
+        size = "features" if isinstance(classes, str) and classes == "all" else "image"
+    if isinstance(size, str) and size in ("image", "features"):
+        return image if size == "image" else None
+    try:
+        if isinstance(size, str) or len(size) != 2 or any(isinstance(side, bool) for side in size):
+            raise TypeError
+        height, width = map(operator.index, size)
+    except TypeError:
+        raise ConfigError(f"size is 'image', 'features' or (height, width), not {size!r}.") from None
+    if height < 1 or width < 1:
+        raise ConfigError(f"size must be at least (1, 1), not {(height, width)}.")
+    return GridSize(height, width)

@@ -1,11 +1,15 @@
 """Probe: what a CAM method may ask about a batch: features, scores, gradients, scores of altered inputs."""
 
 import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sigcam.core.errors import ConfigError
 from sigcam.methods.targets import (
@@ -21,6 +25,7 @@ from sigcam.methods.targets import (
 from sigcam.network.dual import DualBranch, ForwardPass, linear_weight
 from sigcam.network.pass_memory import smaller_batch
 
+_REPORT = ContextVar[Callable[[float], None] | None]("report", default=None)
 MAX_VARIANTS = 2**24  # numbers in the altered features of one pass, where batch_size is not given
 MAX_KEPT = 2**26  # numbers that are kept of the passes of altered images
 
@@ -28,6 +33,23 @@ MAX_KEPT = 2**26  # numbers that are kept of the passes of altered images
 def no_autocast(tensor: Tensor) -> torch.autocast:
     """Switch autocast off, so that products keep the precision of their factors."""
     return torch.autocast(tensor.device.type, enabled=False)
+
+
+@contextmanager
+def shares_reported(report: Callable[[float], None]) -> Iterator[None]:
+    """Call `report` with the share of a batch that is done, while a method that takes long runs in the block."""
+    token = _REPORT.set(report)
+    try:
+        yield
+    finally:
+        _REPORT.reset(token)
+
+
+def report_share(share: float) -> None:
+    """Say that a method is done with this share of a batch."""
+    report = _REPORT.get()
+    if report is not None:
+        report(share)
 
 
 @dataclass(eq=False, repr=False)
@@ -45,6 +67,7 @@ class Probe:
     target: Target = class_score
     batch_size: int | None = None  # images, or variants of features, to give `rescore` at a time
     top_n: int | None = None  # channels that a perturbation method may try
+    samples: int = 1  # masks, noises or steps
 
     @cached_property
     def features(self) -> Tensor:
@@ -118,6 +141,48 @@ class Probe:
             return self.head_weight[..., None, None] / self.cells
         return self.grads.mean((-2, -1), keepdim=True)
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether the scores are a linear function of F, so that they have no second derivative."""
+        return self.linear and self.target is class_score
+
+    @cached_property
+    def curvature(self) -> Tensor:
+        """The Hessian of the scores by F, times F: (B, K, N, P, Q), at least float32."""
+        if not self.linear:
+            try:
+                return self._hessian_products(self.forward_pass)
+            except RuntimeError:  # fused attention has no second derivative
+                with sdpa_kernel(SDPBackend.MATH):
+                    images, point = self.forward_pass.images, self.forward_pass.point
+                    return self._hessian_products(self.net.run_at((point,), images, grad=True)[0])
+        weight, features = self.last_weight, self.features
+        logits = at_least_float32(self.logits.detach()).requires_grad_()
+        with no_autocast(weight):
+            along = features[:, 0].mean((2, 3)) @ weight.T  # (B, C)
+            with torch.enable_grad():
+                columns = [_second_derivative(score, logits, along) for score in self._columns(logits)]
+            product = torch.stack(columns, 1) @ weight / self.cells  # (B, K, N)
+        return product[..., None, None].expand(*product.shape, *features.shape[-2:])
+
+    def _hessian_products(self, forward_pass: ForwardPass) -> Tensor:
+        """Return the Hessian of the scores of a pass by its F, times F; tokens before the grid stay as they
+        are."""
+        cut, fold, image = forward_pass.cut, forward_pass.point.fold, forward_pass.image
+        along = fold.unfold(fold(cut.detach(), image), torch.zeros_like(cut))
+        with torch.enable_grad():
+            scores = self._columns(branch_logits(forward_pass, self.branch))
+            products = [_second_derivative(score, cut, along) for score in scores]
+        return torch.stack([at_least_float32(fold(product, image)) for product in products], 1)
+
+    def of_images(self, images: Tensor) -> "Probe":
+        """Return the probe of altered images, as many, for the same scores: rivals stay those of these."""
+        forward_pass = self.net.run_at((self.forward_pass.point,), images, grad=not self.linear)[0]
+        other = replace(self, forward_pass=forward_pass)
+        if self.target is finer_score:
+            other.rivals = self.rivals
+        return other
+
     @cached_property
     def ablated(self) -> Tensor:
         """(B, K, N) the scores with each channel of F set to zero; in float64, since one channel changes
@@ -148,8 +213,8 @@ class Probe:
         features: Tensor | None = None,
         net: DualBranch | None = None,
     ) -> Tensor:
-        """Return (R, K) scores of image `index` with R other images, by `net` if one is given, or with other
-        features (R, N, P, Q)."""
+        """Return (R, K) scores of image `index` with R other images, by `net` if a faster copy is given, or with
+        other features (R, N, P, Q)."""
         if images is not None:
             altered = self._altered(images, net or self.net)
         else:
@@ -171,6 +236,21 @@ class Probe:
         if len(kept) * altered.pooled.numel() < MAX_KEPT:
             kept[key] = replace(altered, features=nothing, cut=nothing, images=nothing)
         return altered
+
+    def image_logits(self, images: Tensor) -> Tensor:
+        """Return (R, C) logits of the branch for other images, differentiable with respect to them."""
+        logits = branch_logits(forward_pass := self.net.run_from_images(images), self.branch)
+        if not forward_pass.features.requires_grad:
+            kind = type(self.net.model).__name__
+            raise ConfigError(f"no gradient passes from the images to the features of {kind}.")
+        return at_least_float32(logits)
+
+    def score_of(self, logits: Tensor, index: int, k: int) -> Tensor:
+        """Return (R,) scores of image `index`'s k-th class, of its own logits or of others (R, C)."""
+        score = self._scores(logits, index)[:, k]
+        if torch.is_grad_enabled() and not score.requires_grad:
+            raise ConfigError("the target is not differentiable with respect to the logits.")
+        return score
 
     def _scores(self, logits: Tensor, index: int | None = None) -> Tensor:
         """Return (B, K) scores of the batch's logits, or (R, K) of R altered logits of image `index`."""
@@ -205,3 +285,15 @@ def _derivative(score: Tensor, by: Tensor) -> Tensor:
         raise ConfigError("the target is not differentiable with respect to the logits.")
     (gradient,) = torch.autograd.grad(at_least_float32(score).sum(), by, retain_graph=True, allow_unused=True)
     return torch.zeros_like(by) if gradient is None else gradient
+
+
+def _second_derivative(score: Tensor, by: Tensor, along: Tensor) -> Tensor:
+    """Return the Hessian of sum(score) by `by`, times `along`; zero if the gradient is constant."""
+    if not score.requires_grad:
+        raise ConfigError("the target is not differentiable with respect to the logits.")
+    total = at_least_float32(score).sum()
+    (gradient,) = torch.autograd.grad(total, by, create_graph=True, allow_unused=True)
+    if gradient is None or not gradient.requires_grad:
+        return torch.zeros_like(by)
+    (product,) = torch.autograd.grad((gradient * along).sum(), by, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(by) if product is None else product

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from importlib.util import find_spec
 from numbers import Integral
 from typing import Concatenate, Literal, ParamSpec, Self, get_args
 
 from torch import Tensor
 
-from sigcam.core.errors import ConfigError
+from sigcam.core.errors import ConfigError, MissingExtra
 from sigcam.methods.probe import Probe
 from sigcam.methods.targets import Branch, Target, TargetName, as_target
 
@@ -25,37 +26,65 @@ class Method:
 
     Args:
         gives: "weights" that broadcast over F (B, K, N, P, Q); "gradients", weights per cell, which raw maps
-            multiply by P x Q; or finished "maps" (B, K, P, Q).
+            multiply by P x Q; finished "maps" (B, K, P, Q); or maps of "pixels" (B, K, H, W).
         finish: How a map becomes a score map (PROTOCOL 4.3). "relu": drop negative values, scale to [0, 1],
             resize bilinearly (path B). "min-max": resize bicubically, scale from minimum to maximum (path A).
         fusion: How maps of several layers are combined: their mean, or their maximum as in Layer-CAM.
         needs: What the network must have: a global average + "linear" head, or ViT "attention".
-        perturbs: What the method alters and scores again with `Probe.rescore`, if anything.
+        perturbs: What the method alters and runs again, if anything: "images" behind a mask for each channel,
+            "features", or images by "noise".
         class_specific: Whether maps of two classes differ.
         signed: Whether weights can be negative, so that clamping changes the map; features may be too.
         in_logits: Whether raw maps are in logits; otherwise the unit is the method's own.
         linear_twin: The method with the same unit maps if the head is global average + linear.
         light: The weights hold at most (B, K, N) numbers, so all classes can be computed at once.
+        samples: Default number of samples that the method averages over or steps that it takes, if any.
+        passes: How many images a sample, or the method as a whole, runs through the network.
+        package: A package that it needs, of the extra `attribution`.
         aliases: Other spellings of the name, lower case, without dashes.
     """
 
     function: Function
-    gives: Literal["weights", "gradients", "maps"] = "weights"
+    gives: Literal["weights", "gradients", "maps", "pixels"] = "weights"
     finish: Literal["relu", "min-max"] = "relu"
     fusion: Literal["mean", "max"] = "mean"
     needs: Literal["linear", "attention"] | None = None
-    perturbs: Literal["images", "features"] | None = None
+    perturbs: Literal["images", "features", "noise"] | None = None
     class_specific: bool = True
     signed: bool = True
     in_logits: bool = False
     linear_twin: str | None = None
     light: bool = False
+    samples: int | None = None
+    passes: int = 1
+    package: str | None = None
     aliases: tuple[str, ...] = ()
+
+    @property
+    def weights_channels(self) -> bool:
+        """Whether maps are weighted sums of channels."""
+        return self.gives in ("weights", "gradients")
+
+    @property
+    def tries_channels(self) -> bool:
+        """Whether the method masks images by channels, of which it can be told to try fewer."""
+        return self.weights_channels and self.perturbs == "images"
+
+    @property
+    def masks_are_resized(self) -> bool:
+        """Whether a map that masks an image is scaled before it is resized (PROTOCOL 6)."""
+        return self.finish == "min-max" and self.weights_channels
 
     @property
     def follows_head(self) -> bool:
         """Whether a change of the head alone shows in the map without running images again."""
-        return self.class_specific and self.perturbs != "images"
+        rerun = self.perturbs in ("images", "noise") or self.gives == "pixels"
+        return self.class_specific and not rerun
+
+    @property
+    def available(self) -> bool:
+        """Whether the package that it needs is installed."""
+        return self.package is None or find_spec(self.package) is not None
 
     def __call__(self, probe: Probe) -> Tensor:
         """Return the weights, gradients or maps of the batch."""
@@ -128,6 +157,7 @@ class MapConfig:
     batch_size: int | None = None
     top_n: int | None = None
     eigen_smooth: bool = False
+    samples: int | None = None
 
     def checked(self) -> Self:
         """Return the config with its defaults filled in; ConfigError if a value is unknown."""
@@ -138,24 +168,36 @@ class MapConfig:
         if self.clamp not in (None, True, False):
             raise ConfigError(f"clamp is True, False or None (the branch's default), not {self.clamp!r}.")
         batch_size, top_n = _count("batch_size", self.batch_size), _count("top_n", self.top_n)
+        samples = _count("samples", self.samples)
         as_target(self.target, self.branch)
         clamp = self.clamp
         if clamp is None:  # the softmax baseline keeps its signed weights
             clamp = self.branch == "sigmoid" and self.scale == "unit"
         name = method_name(self.method)
-        if top_n is not None and METHODS[name].perturbs != "images":
-            trying = ", ".join(each for each, facts in METHODS.items() if facts.perturbs == "images")
+        if top_n is not None and not METHODS[name].tries_channels:
+            trying = ", ".join(each for each, facts in METHODS.items() if facts.tries_channels)
             raise ConfigError(f"top_n is a number of channels to try, as {trying} does: {name} tries none.")
+        if samples is not None and METHODS[name].samples is None:
+            taking = ", ".join(each for each, facts in METHODS.items() if facts.samples)
+            raise ConfigError(f"samples is a number of masks, noises or steps, for {taking}: not for {name}.")
         if self.eigen_smooth not in (False, True):
             raise ConfigError(f"eigen_smooth is True or False, not {self.eigen_smooth!r}.")
-        if self.eigen_smooth and METHODS[name].gives == "maps":
+        if self.eigen_smooth and not METHODS[name].weights_channels:
             raise ConfigError(
                 f"eigen_smooth smooths weighted channels, and {name} weights none: leave it out."
             )
-        checked = replace(self, method=name, clamp=clamp, batch_size=batch_size, top_n=top_n)
+        checked = replace(self, method=name, clamp=clamp, batch_size=batch_size, top_n=top_n, samples=samples)
         if self.absolute:
             checked.check_absolute()
+        if not METHODS[name].available:
+            raise MissingExtra(name, str(METHODS[name].package), "attribution")
         return checked
+
+    @property
+    def passes(self) -> int:
+        """How many images the method runs through the network for each image of the user."""
+        facts = METHODS[self.method]
+        return (self.samples or facts.samples or 1) * facts.passes
 
     @property
     def absolute(self) -> bool:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:  # what is imported on first use: torchmetrics takes longer to
     from sigcam.metrics.localization import Top5Loc as Top5Loc
     from sigcam.metrics.localization import in_top as in_top
     from sigcam.metrics.localization import without_peeking as without_peeking
+    from sigcam.metrics.removal import RoadLeast as RoadLeast
+    from sigcam.metrics.removal import RoadMost as RoadMost
+    from sigcam.metrics.removal import impute as impute
+    from sigcam.metrics.removal import removal_curves as removal_curves
 
 _HOMES = {
     "boxes": ("scaled_boxes",),
@@ -50,6 +54,7 @@ _HOMES = {
         "in_top",
         "without_peeking",
     ),
+    "removal": ("RoadLeast", "RoadMost", "impute", "removal_curves"),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted([*_MODULE_OF, "bootstrap"])

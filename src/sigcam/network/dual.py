@@ -56,8 +56,7 @@ class ForwardPass(Branches):
     softmax_logits: Tensor  # (B, C) `softmax` before the activation with which the model may end
     images: Tensor  # (B, C, H, W) the model's input
     point: FeaturePoint
-    # Outputs for altered images by a hash of these, kept for other branches of the model; None keeps none.
-    altered: dict[str, ForwardPass] | None = None
+    altered: dict[str, ForwardPass] | None = None  # for altered images, by their hash, to be read again
 
     @property
     def image(self) -> GridSize:
@@ -189,6 +188,15 @@ class DualBranch(nn.Module):
                 hooked = self._hooked(points, images, grad=True, forced=mode.forced)
             with torch.set_grad_enabled(grad or recording), constant_weights() if grad else nullcontext():
                 return self._read(hooked, softmax, images)
+
+    def run_from_images(self, images: Tensor) -> ForwardPass:
+        """Run one pass with logits that are differentiable with respect to the images; weights are constant,
+        so the model's parameters get no gradient."""
+        with torch.inference_mode(False), torch.enable_grad(), fresh_autocast_cache():
+            with plain_layers(), constant_weights():
+                hooked = self._hooked((self.split.point,), images, whole=True)
+                with hooked:
+                    return self._read(hooked, hooked.logits, images)[0]
 
     def _read(
         self, hooked: HookedPass | CompiledOutputs, softmax: Tensor, images: Tensor
@@ -378,10 +386,9 @@ class DualBranch(nn.Module):
 
 def _close(logits: Tensor, expected: Tensor) -> bool:
     """Whether both are equal up to the rounding of a low precision; another image's logits are far off."""
-    scale = expected.double().nan_to_num().abs().max().clamp(min=1e-12)
-    return torch.allclose(
-        logits.double(), expected.double(), rtol=0, atol=0.02 * float(scale), equal_nan=True
-    )
+    logits, expected = logits.double(), expected.double()
+    scale = float(expected.nan_to_num().abs().max().clamp(min=1e-12))
+    return torch.allclose(logits, expected, rtol=0, atol=0.02 * scale, equal_nan=True)
 
 
 def linear_weight(layer: nn.Module) -> tuple[Tensor, Tensor] | None:

@@ -175,8 +175,8 @@ class FeatureFinder:
         """The last spatial output; where several end side by side, the last that all of them come from."""
         if not self.alive and any(self.has_one_cell(output) for output in self.trace.outputs):
             raise AttachError(
-                f"every layer of {self.kind} that could give a map {self.one_cell()}: use a larger image, "
-                f"attach(model, example=...)."
+                f"every layer of {self.kind} that could give a map has 1 x 1 cells at {self.image.height} x "
+                f"{self.image.width}: use a larger image, attach(model, example=...)."
             )
         if not self.alive:
             raise AttachError(
@@ -207,9 +207,7 @@ class FeatureFinder:
         maps = [fold.grid for _, fold in self.candidates if fold.layout in ("NCHW", "NHWC")]
         fold = self.layout_of(output, maps, {fold.prefix for _, fold in self.candidates})
         if fold is None and self.has_one_cell(output):
-            raise AttachError(
-                f"layer={name!r} {self.one_cell()}: use a larger image, or another layer. {valid}"
-            )
+            fold = FeatureLayout("NCHW", GridSize(1, 1), self.image)  # a map, if a coarse one
         if fold is None:
             kind, shape = type(output.module).__name__, tuple(output.shape)
             what = f"layer={name!r} ({kind}) returns {shape}"
@@ -223,9 +221,6 @@ class FeatureFinder:
     def has_one_cell(self, output: ModuleOutput) -> bool:
         """Whether the output would be a map if the image were larger."""
         return len(output.shape) == 4 and tuple(output.shape[2:]) == (1, 1)
-
-    def one_cell(self) -> str:
-        return f"has 1 x 1 cells at {self.image.height} x {self.image.width}"
 
     def layers_until(self, features: ModuleOutput) -> tuple[tuple[str, int, int, int], ...]:
         """Name, N, P and Q of the layers that could be F, up to the one that is."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from sigcam.core.errors import AttachError
 from sigcam.network.dataflow import tensors_in
@@ -28,6 +29,7 @@ class HookedPass(TorchFunctionMode):
     The function mode is entered only where it is needed.
 
     Args:
+        whole: record from the images on, and nothing of weights; no_grad and detach of the model are ignored.
         outputs: keep what the output layers return.
         forced: record even where the model itself uses no_grad.
         swap: features that replace the output at the (only) point, any number of them.
@@ -40,6 +42,7 @@ class HookedPass(TorchFunctionMode):
         points: Sequence[FeaturePoint],
         *,
         grad: bool = False,
+        whole: bool = False,
         forced: bool = False,
         outputs: bool = False,
         swap: Tensor | None = None,
@@ -47,6 +50,7 @@ class HookedPass(TorchFunctionMode):
         super().__init__()
         self.model, self.split, self.points = model, split, tuple(points)
         self.grad, self.forced, self.last, self.swap = grad, forced, split.last if outputs else (), swap
+        self.whole = whole
         self.inputs: list[Inputs] = []
         self.outputs: list[Tensor] = []
         self.logits: Tensor
@@ -65,9 +69,10 @@ class HookedPass(TorchFunctionMode):
         with ExitStack() as stack:
             handles = stack.enter_context(eval_mode(self.model))
             self._register_hooks(handles)
-            if any(point.activation for point in self.points) or (self.grad and self.forced):
+            if any(point.activation for point in self.points) or (self.grad and self.forced) or self.whole:
                 stack.enter_context(self)
-            stack.enter_context(torch.no_grad())  # also ends the recording that a hook switches on
+            # no_grad also ends the recording that a hook switches on
+            stack.enter_context(torch.set_grad_enabled(self.whole))
             output = run_model(self.model, images.clone())  # a model may change its input in place
         missing = next((point.layer for point in self.points if point not in self._cuts), None)
         if missing is not None:
@@ -120,7 +125,7 @@ class HookedPass(TorchFunctionMode):
         if self.grad and not out.requires_grad:
             out = out.detach().requires_grad_()
             torch.set_grad_enabled(True)  # until the no_grad around the pass ends it
-        self._cuts[point] = out if self.grad else out.detach()
+        self._cuts[point] = out if self.grad or self.whole else out.detach()
         return out.clone()
 
     def _before_head(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -140,15 +145,17 @@ class HookedPass(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, waiting = kwargs or {}, self._before_activation
+        if self.whole:
+            args, kwargs = pytree.tree_map_only(nn.Parameter, Tensor.detach, (args, kwargs))
         if waiting and args and args[0] is waiting[0] and func.__name__ in ACTIVATIONS:
             self._before_activation = None
-            with torch.set_grad_enabled(self.grad and bool(self._cuts)):
+            with torch.set_grad_enabled(self.whole or (self.grad and bool(self._cuts))):
                 out = func(*args, **kwargs)
             return self._take(out, waiting[1])
-        if self._cuts and self.grad:
-            if self.forced and func.__name__ == "detach":  # a frozen trunk may end in one
+        if self.whole or (self._cuts and self.grad):
+            if (self.whole or self.forced) and func.__name__ == "detach":  # a frozen trunk may end in one
                 return args[0]
-            with torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 

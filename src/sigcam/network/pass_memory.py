@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -100,28 +100,36 @@ class PassMemory:
 _MEASURED: weakref.WeakKeyDictionary[DualBranch, dict[Any, PassMemory]] = weakref.WeakKeyDictionary()
 
 
-def measure_pass(net: DualBranch, points: FeaturePoints, image: Tensor, *, grad: bool) -> PassMemory:
-    """Run one image (1, C, H, W), once per network and size; every allocation grows with the pixels."""
+def measure_pass(
+    net: DualBranch, points: FeaturePoints, image: Tensor, *, grad: bool | Literal["images"]
+) -> PassMemory:
+    """Run one image (1, C, H, W), once per network and size; every allocation grows with the pixels. With
+    `grad`, gradients are recorded from the first of the points on, or from the images on."""
     known = _MEASURED.setdefault(net, {})
     autocast = torch.is_autocast_enabled(image.device.type)
     key = tuple(points), grad, image.shape, image.dtype, image.device, autocast
     if key not in known:
-        if grad:
+        if grad is True:
             net.grad_mode(tuple(points))  # tried once, and not part of a pass
         with no_side_effects(), LiveBytes() as live:
-            passes = net.run_at(points, image, grad=grad)
+            if grad == "images":
+                passes = [net.run_from_images(image.clone().requires_grad_())]
+            else:
+                passes = net.run_at(points, image, grad=grad)
         known[key] = PassMemory(image.shape[-2:].numel(), events := tuple(live.events), (1.0,) * len(events))
         del passes  # not freed before the events were taken
     return known[key]
 
 
-def smaller_batch(batch: int, net: DualBranch, images: Tensor) -> int:
+def smaller_batch(
+    batch: int, net: DualBranch, images: Tensor, *, grad: Literal[False, "images"] = False
+) -> int:
     """Return how many images like these fit into one pass, at least 1 and at most `batch`."""
     free = free_memory(images.device)
     if batch == 1 or free is None:
         return batch
     try:
-        memory = measure_pass(net, (net.split.point,), images[:1], grad=False)
+        memory = measure_pass(net, (net.split.point,), images[:1], grad=grad)
     except Exception:  # any user network; the pass itself will tell
         return batch
     needed = KERNELS * (memory.peak(memory.pixels) + 2 * images[0].nbytes)  # a mask and a copy

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from sigcam.core.errors import AttachError
+from sigcam.core.errors import AttachError, ExampleNeeded
 from sigcam.core.files import error_line
 from sigcam.core.memory import is_out_of_memory
 from sigcam.core.types import GridSize
@@ -268,7 +268,7 @@ def probe_model(model: nn.Module, example: Tensor | None, seed: int) -> tuple[Te
                 raise
             failures["x".join(map(str, candidate.shape[1:]))] = error
     failure = next(iter(failures.values()))
-    raise AttachError(
+    raise (AttachError if example is not None else ExampleNeeded)(
         f"{type(model).__name__} could not be run on a random image of {listed(failures)} "
         f"({error_line(failure)}). Pass one: attach(model, example=tensor of (1, C, H, W))."
     ) from failure

@@ -165,7 +165,7 @@ def usable_methods(net: DualBranch) -> list[str]:
         rollout_maps(net, random_images(net))
     except DataError:
         missing.add("attention")
-    return [name for name, method in METHODS.items() if method.needs not in missing]
+    return [name for name, method in METHODS.items() if method.needs not in missing and method.available]
 
 
 def random_images(net: DualBranch) -> Tensor:

@@ -20,7 +20,7 @@ from sigcam.methods.explainer import cell_probabilities, explain_pass
 from sigcam.methods.explanation import box_threshold, data_uri, is_calibrated
 from sigcam.methods.inputs import as_batch
 from sigcam.methods.postprocess import disagreement, finish_maps
-from sigcam.methods.registry import METHODS, MapConfig, Scale
+from sigcam.methods.registry import METHODS, MapConfig, MapSize, Scale
 from sigcam.methods.targets import at_least_float32, class_logits
 from sigcam.metrics.boxes import boxes_at
 from sigcam.models.preprocess import Preprocess
@@ -273,10 +273,12 @@ class Viewer:
         absolute = request.scale == "absolute" and not why
         clamp = source.branch == "sigmoid" and request.scale != "signed" and not absolute
         scale: Scale = "logit" if absolute else "raw"
-        top_n = SCORE_CAM_CHANNELS if METHODS[method].perturbs == "images" else None
+        facts = METHODS[method]
+        top_n = SCORE_CAM_CHANNELS if facts.tries_channels else None
         config = MapConfig(method, source.branch, clamp, scale=scale, top_n=top_n)
         classes = torch.tensor([indices], device=source.net.device)
-        ex = explain_pass(net, forward_pass, config, classes=classes, size="features")
+        size: MapSize = "image" if facts.gives == "pixels" else "features"
+        ex = explain_pass(net, forward_pass, config, classes=classes, size=size)
         panels = []
         for i, k in enumerate(indices):
             raw_map = ex.maps[:, i : i + 1].detach().cpu()

@@ -1,0 +1,134 @@
+"""Guided backpropagation and FullGrad against slow versions, and what each promises."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sigcam
+from sigcam.core.errors import DataError
+from sigcam.methods.backpropagation import _Biases, _scored_images, guided_gradients
+from sigcam.methods.probe import Probe
+from sigcam.methods.targets import Branch
+from support.method_cases import BRANCHES, CHOSEN, Signed, close, fitted, network, pictures, plain, raw
+from support.method_oracles import Array, bilinear
+from support.oracles import min_max
+from support.tiny import Normed, untouched
+
+NETWORKS = ["gap", "vgg", "normed"]
+
+
+class Guided(torch.autograd.Function):
+    """A ReLU whose gradient is positive, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * (x > 0) * (gradient > 0)
+
+
+def probed(name: str, branch: Branch) -> tuple[Probe, Tensor]:
+    net, x = network(name), pictures(name)
+    return Probe(net, net.run(x), branch, torch.tensor(CHOSEN)[:, None]), x
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_guided_gradients_are_those_of_relus_with_positive_gradients(
+    name: str, branch: Branch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe, x = probed(name, branch)
+    with untouched(probe.net.model):
+        found = guided_gradients(probe)
+        maps = raw(probe.net, x, "guided-backpropagation", branch=branch, classes=CHOSEN, size="image")
+    twin = plain(probe.net, branch, name).model
+    monkeypatch.setattr(F, "relu", lambda x, inplace=False: Guided.apply(x))
+    for i, k in enumerate(CHOSEN):
+        image = x[i : i + 1].clone().requires_grad_()
+        (expected,) = torch.autograd.grad(twin(image)[0, k], image)
+        assert close(found[i, 0], expected[0].numpy(), 1e-9)
+        assert close(maps[i], expected[0].abs().sum(0).numpy(), 1e-9)
+
+
+def test_guided_backpropagation_is_the_peers_and_needs_a_relu() -> None:
+    import pytorch_grad_cam as pgc
+
+    net, x = network("vgg"), pictures("vgg")
+    for category in (None, 2):
+        theirs = pgc.GuidedBackpropReLUModel(copy.deepcopy(net.model), "cpu")(x[:1], category)
+        ours = sigcam.GuidedBackpropReLUModel(net.model, "cpu")(x[:1], category)
+        assert ours.shape == theirs.shape == (*x.shape[2:], 3)
+        assert np.abs(ours - theirs).max() < 1e-6 * np.abs(theirs).max()
+    with pytest.raises(DataError, match="Signed has none: use 'saliency'"):
+        raw(fitted(Signed(), (16, 24)), pictures("signed"), "guided-backpropagation")
+
+
+@pytest.mark.parametrize("branch", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_image_and_biases_times_gradients_add_up_to_the_score(name: str, branch: Branch) -> None:
+    probe, _ = probed(name, branch)
+    recorder = _Biases()
+    for i, (image, (score,)) in enumerate(_scored_images(probe, recorder)):
+        by_image, *by_layer = torch.autograd.grad(score, [image, *recorder.outputs], allow_unused=True)
+        total = (image * by_image).sum()
+        for gradient, bias in zip(by_layer, recorder.biases, strict=True):
+            total = total + (0 if gradient is None else (gradient * bias).sum())
+        assert float(total) == pytest.approx(float(probe.scores[i, 0]), rel=1e-9)
+
+
+def full_gradient(model: nn.Module, image: Tensor, k: int) -> Array:
+    """Zeros added to the output of every convolution and normalisation, and the gradient by them."""
+    added: list[tuple[Tensor, nn.Module]] = []
+
+    def add(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        added.append((torch.zeros_like(out).requires_grad_(), module))
+        return out + added[-1][0]
+
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.BatchNorm2d)]
+    handles = [layer.register_forward_hook(add) for layer in layers]
+    pixels = image[None].clone().requires_grad_()
+    score = model(pixels)[0, k]
+    for handle in handles:
+        handle.remove()
+    gradients = torch.autograd.grad(score, [pixels, *(zeros for zeros, _ in added)])
+    total = min_max(np.abs((image * gradients[0][0]).detach().numpy()).sum(0))
+    for g, (_, layer) in zip(gradients[1:], added, strict=True):
+        bias: Any = layer.bias
+        if isinstance(layer, nn.BatchNorm2d):
+            bias = layer.bias - layer.weight * layer.running_mean / (layer.running_var + layer.eps).sqrt()
+        for b, channel in zip(bias, g[0], strict=True):
+            total = total + bilinear(min_max(np.abs(float(b) * channel.numpy())), *image.shape[1:])
+    found: Array = total
+    return found
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_fullgrad_is_its_formula(name: str, branch: Branch) -> None:
+    net, x = network(name), pictures(name)
+    with untouched(net.model):
+        maps = raw(net, x, "fullgrad", branch=branch, classes=CHOSEN, size="image")
+        every = raw(net, x, "fullgrad", branch=branch, classes="all", size="image")
+    twin = plain(net, branch, name).model
+    for i, k in enumerate(CHOSEN):
+        assert close(maps[i], full_gradient(twin, x[i], k), 1e-7)
+        assert close(every[i, k], maps[i].numpy(), 1e-9)
+
+
+def test_fullgrad_as_a_class_takes_layers_and_needs_none() -> None:
+    torch.manual_seed(0)
+    model, x = Normed().eval(), torch.randn(2, 3, 16, 24)
+    maps = sigcam.FullGrad(model, [model.conv2])(x, 1)
+    ex = sigcam.explain(sigcam.attach(model), x, "fullgrad", branch="softmax", classes=1)
+    assert np.array_equal(maps, ex.maps.numpy()) and maps.shape == (2, 16, 24)
