@@ -112,7 +112,7 @@ def test_every_method_has_a_row_for_each_head_that_its_maps_depend_on(
     foot = content["foot"]
     assert {row["samples"] for row in rows if row["method"] == "slow"} == {5}
     assert "cub: 12 for cam, grad-cam, layer-cam, eigen-cam (4 for insertion and deletion, by 7" in foot
-    assert "cub: 5 for score-cam (4 for" in foot and "cub: 6 for slow (4 for insertion" in foot
+    assert "cub: 5 for score-cam, slow (4 for insertion" in foot
     assert "endless (it takes more than 10 passes for a map)" in foot
     assert "missing (missing needs some-package: pip install 'sigcam[some-extra]')" in foot
     assert "attention-rollout (attention-rollout is for plain ViTs, and " in foot
@@ -161,8 +161,8 @@ def test_passes_are_counted_with_gradients_and_in_optimised_copies() -> None:
         channels = net(images).features.shape[1]
         cost = map_cost(net, images, "score-cam", {})
         assert 1 + channels <= cost.passes < 2.1 + channels  # one tells how much memory a pass takes
-        assert map_cost(net, images, "score-cam", {"top_n": 3}).passes == pytest.approx(4, rel=0.01)
-        assert map_cost(net, images, "grad-cam", {}).passes == pytest.approx(1, rel=0.01)
+        assert map_cost(net, images, "score-cam", {"top_n": 3}).passes == pytest.approx(4, rel=0.05)
+        assert map_cost(net, images, "grad-cam", {}).passes == pytest.approx(1, rel=0.05)
         with pytest.raises(TooSlow):
             map_cost(net, images, "score-cam", {}, most_passes=3)
 

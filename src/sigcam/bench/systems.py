@@ -93,25 +93,25 @@ def method_costs(
 ) -> tuple[dict[str, Cost], dict[str, str]]:
     """Return the cost of each method, and why others are left out; from the output folder if measured."""
     samples, how = plan.samples(dataset, "test", TIMED_IMAGES), amounts(plan)
-    facts = [evaluation_facts(net, samples, net.transform), sorted(METHODS), asdict(how)]
-    finished = Checkpoint(plan.output / "parts" / f"costs-{plan.slug}.pt", facts)
-    if state := finished.load():
-        return {name: Cost(**cost) for name, cost in state["costs"].items()}, dict(state["left_out"])
+    facts = [evaluation_facts(net, samples, net.transform), asdict(how)]
+    kept = Checkpoint(plan.output / "parts" / f"costs-{plan.slug}.pt", facts)
+    state = kept.load() or {"costs": {}, "left_out": {}}
     images, channels = _first_images(net, samples), channels_of(net)
     most = how.most_passes and 2 * how.most_passes
-    costs, left_out = dict[str, Cost](), dict[str, str]()
     for number, name in enumerate(METHODS):
+        if name in state["costs"] or name in state["left_out"]:
+            continue
         settings = effort(name, channels, how)
         try:
-            costs[name] = map_cost(net, images, name, settings, most_passes=most)
+            state["costs"][name] = asdict(map_cost(net, images, name, settings, most_passes=most))
         except TooSlow:
-            left_out[name] = f"it takes more than {most} passes for a map"
+            state["left_out"][name] = f"it takes more than {most} passes for a map"
         except SigcamError as error:  # a package that is missing, a head or layers that do not allow it
-            left_out[name] = str(error).removesuffix(".")
+            state["left_out"][name] = str(error).removesuffix(".")
+        if rank() == 0:
+            kept.save(state)
         progress("costs", number + 1, len(METHODS))
-    if rank() == 0:
-        finished.save({"costs": {name: asdict(cost) for name, cost in costs.items()}, "left_out": left_out})
-    return costs, left_out
+    return {name: Cost(**cost) for name, cost in state["costs"].items()}, dict(state["left_out"])
 
 
 def effort(method: str, channels: int, how: Amounts) -> dict[str, int]:
