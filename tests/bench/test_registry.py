@@ -119,7 +119,7 @@ def test_every_table_is_complete_and_the_list_needs_no_torch() -> None:
     assert printed.startswith(
         "table1, table2, nwc, pos-weight, sources, background, overhead, figures, or all of these; "
     )
-    assert printed.endswith("also lite2, stages, trainers, vgg16, resnet50, inception_v3. False\n")
+    assert printed.endswith("also lite2, stages, trainers, systems, vgg16, resnet50, inception_v3. False\n")
 
 
 def test_a_table_needs_one_of_its_data_sets(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

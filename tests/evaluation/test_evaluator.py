@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from sigcam.data.maps import find_maps, open_map
 from sigcam.data.registry import open_dataset
 from sigcam.data.sample import Samples
 from sigcam.evaluation.evaluator import evaluate, evaluate_maps
-from sigcam.evaluation.registry import METRICS
+from sigcam.evaluation.registry import METRICS, mask_for
 from sigcam.metrics.boxes import scaled_boxes
 from sigcam.models.classifier import load_classifier
 from sigcam.models.preprocess import Preprocess
@@ -241,6 +242,50 @@ def test_curves_are_measured_when_asked_for(net: DualBranch, samples: Samples) -
     names = ["insertion", "deletion", "road_least", "road_most"]
     result = evaluate(net, samples[:2], methods=["grad-cam"], branches=["softmax"], metrics=names)
     assert all(0 <= result.value(name) <= 100 for name in names)
+
+
+def test_heads_share_the_passes_of_masked_images(
+    net: DualBranch, samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, passes, run = copy.deepcopy(net), list[int](), DualBranch.run
+    with torch.no_grad():
+        other.last_layer("sigmoid").get_parameter("weight").mul_(-1)
+    other = other.with_model(net.model)
+    other.original = net.original
+
+    def counted(self: DualBranch, images: Tensor, **options: Any) -> Any:
+        passes.append(len(images))
+        return run(self, images, **options)
+
+    monkeypatch.setattr(DualBranch, "run", counted)
+    settings: Any = {"methods": ["score-cam"], "metrics": ["pxap"], "batch_size": COUNT}
+    first = evaluate(net, samples, branches=["softmax"], **settings)
+    one, images, labels = sum(passes), tensors(samples), [item.label for item in samples]
+    passes.clear()
+    both = evaluate(net, samples, branches=["softmax", "sigmoid"], others={"other": other}, **settings)
+    assert sum(passes) == one > COUNT
+    assert both.value("pxap", branch="softmax") == first.value("pxap")
+    maps = {"sigmoid": net, "other": other}
+    for branch, each in maps.items():
+        metric = M.PxAP()
+        drawn = sigcam.explain(each, images, "score-cam", classes=labels).maps  # type: ignore[arg-type]
+        masks = [mask_for(item, SIZE, SIZE) for item in samples]
+        metric.update(drawn, masks)
+        assert both.value("pxap", branch=branch) == pytest.approx(float(metric.compute()), abs=1e-4)
+    assert both.value("pxap", branch="sigmoid") != both.value("pxap", branch="other")
+
+
+def test_a_method_can_be_told_to_try_less(net: DualBranch, samples: Samples) -> None:
+    settings: Any = {"methods": ["score-cam"], "branches": ["softmax"], "metrics": ["pxap"]}
+    less = evaluate(net, samples, map_top_n=2, **settings)
+    labels: Any = [item.label for item in samples]
+    drawn = sigcam.explain(net, tensors(samples), "score-cam", branch="softmax", classes=labels, top_n=2).maps
+    metric = M.PxAP()
+    metric.update(drawn, [mask_for(item, SIZE, SIZE) for item in samples])
+    assert less.value("pxap") == pytest.approx(float(metric.compute()), abs=1e-4)
+    assert less.about["map_top_n"] == 2
+    settings |= {"methods": ["cam"]}
+    assert evaluate(net, samples, map_top_n=2, **settings).rows == evaluate(net, samples, **settings).rows
 
 
 def test_thresholds_chosen_on_another_split_stand_beside_the_oracle(

@@ -46,6 +46,15 @@ _LOCALIZATION_NOTE = (
     "its first box alone, as the paper did."
 )
 _LOCATED_NOTE = f"{_LOCALIZATION_NOTE} {_ABSOLUTE_NOTE}"
+_SYSTEMS_NOTE = (
+    "The difference is from the softmax head's maps of the same method as published. Localisation is of the "
+    "label's class, at the threshold that is best on these images; confidence is the softmax head's for all "
+    "rows, and the mean map says how much of the image is kept. A method whose maps have no negative weights "
+    "has one row of the softmax head, one whose maps are the same for all classes one row in all. A method "
+    "that takes many passes for a map has fewer images. Passes are the multiplications for one image's map "
+    "of one class, as a multiple of those of a forward pass; seconds are measured alone, and stand beside "
+    "the time of a forward pass in the same run, so they are not the same in another run."
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,7 @@ class TableSpec:
     in_all: bool = True  # whether `sigcam bench all` makes the table
     own_classifier: bool = False  # whether the table chooses the classifier itself, so --model does not apply
     network: str | None = None  # a network of the paper, whose overhead is measured too
+    methods_together: bool = False  # whether all methods of a data set stand in one printed table
 
     def rows(self, plan: Plan, progress: Progress) -> list[BenchRow]:
         """Measure the rows of the table."""
@@ -159,6 +169,18 @@ TABLES: dict[str, TableSpec] = {
         "plain training. Maps of tap are Grad-CAM, which has the weights of CAM, and are compared with "
         "Grad-CAM of plain training.",
         in_all=False,
+    ),
+    "systems": TableSpec(
+        "Every method on every head",
+        "every method that the network allows, on the softmax head as published and clamped, on the paper's "
+        "branch and with background evidence: MaxBoxAccV2 on `cub` and `cars`, PxAP on `pets`, Average Drop, "
+        "insertion and deletion, passes and seconds; slow methods on fewer images",
+        "sigcam.bench.systems:systems",
+        (*FINE_DATASETS, "pets"),
+        ("max_box_acc_v2", "pxap", "average_drop", "mean_map", *CURVES, "passes", "seconds", "times_a_pass"),
+        _SYSTEMS_NOTE,
+        in_all=False,
+        methods_together=True,
     ),
     "vgg16": _other_classifier(
         "The paper's VGG-16 for CAM",

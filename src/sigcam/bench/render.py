@@ -26,6 +26,7 @@ CSV_DIFFERENCES = {
     "versus": " from strongest control",
 }
 ENDS = (" strongest control", " published")  # the last columns of a number
+DIGITS = {"passes": 1, "seconds": 4, "times_a_pass": 1}
 
 
 def write_table(plan: Plan, table: str, rows: Sequence[BenchRow]) -> dict[str, Any]:
@@ -146,6 +147,7 @@ def _agreement_tables(cells: Sequence[dict[str, Any]]) -> list[ReportTable]:
 
 def _report_tables(content: dict[str, Any]) -> list[ReportTable]:
     """Return one table for the rows of each data set, method and zoom."""
+    together = TABLES[content["table"]].methods_together
     groups = dict[str, list[BenchRow]]()
     several = len({(row["dataset"], row["classifier"]) for row in content["rows"]}) > len(
         {row["dataset"] for row in content["rows"]}
@@ -154,14 +156,19 @@ def _report_tables(content: dict[str, Any]) -> list[ReportTable]:
         zoom = f", images x{row['zoom']:g}" if row["zoom"] != 1 else ""
         kind = f", {row['classifier']}" if several else ""
         kind += ", positive weight" if "pos_weight" in row and content["table"] != "pos-weight" else ""
-        title = f"{row['dataset']}, {row['method']}{kind}{zoom}, {row['images']} images"
+        method = "" if together else f", {row['method']}"
+        images = "" if together else f", {row['images']} images"
+        title = f"{row['dataset']}{method}{kind}{zoom}{images}"
         title += " for confidence" if several and "average_drop" in row else ""
         groups.setdefault(title, []).append(row)
     tables = list[ReportTable]()
     for title, rows in groups.items():
         columns = columns_of(content["table"], rows)
         header = ("map from", *(column.replace("_", " ") for column in columns))
-        cells = [(row["row"], [_cell(row, column) for column in columns]) for row in rows]
+        names = [f"{r['method']}, {r['images']} images: {r['row']}" if together else r["row"] for r in rows]
+        cells = [
+            (name, [_cell(row, column) for column in columns]) for name, row in zip(names, rows, strict=True)
+        ]
         tables.append(ReportTable(header, cells, title=title))
     return tables
 
@@ -182,7 +189,8 @@ def _cell(row: BenchRow, column: str) -> Number | None:
             notes.append(note.rstrip())
     if (paper := row["published"].get(column)) is not None:
         notes.append(f"paper {paper:.2f}")
-    return Number(row[column], low, high, from_baseline, verdict(row, column), "; ".join(notes))
+    better, digits = verdict(row, column), DIGITS.get(column, 2)
+    return Number(row[column], low, high, from_baseline, better, "; ".join(notes), digits)
 
 
 def _cell_text(cell: Number | str | None) -> str:
@@ -200,8 +208,6 @@ def _cell_text(cell: Number | str | None) -> str:
 
 def _table_foot(table: str, rows: Sequence[BenchRow]) -> str:
     """Return the notes below a table."""
-    purpose = {True: " for confidence", False: ""}
-    counts = (f"{row['dataset']}: {row['images']}{purpose['average_drop' in row]}" for row in rows)
     networks = (f"{row['backbone']}, {row['classifier']}" for row in rows)
     strongest = ""
     if any(row.get("versus") and row["branch"] not in HEADS for row in rows):
@@ -209,13 +215,36 @@ def _table_foot(table: str, rows: Sequence[BenchRow]) -> str:
             " Maps of branches with background have the difference from the strongest of the other heads' "
             "maps in the same column, which is named."
         )
-    images, classifiers = (", ".join(dict.fromkeys(texts)) for texts in (counts, networks))
+    classifiers, spec = ", ".join(dict.fromkeys(networks)), TABLES[table]
+    counts = _image_counts(rows, by_method=spec.methods_together)
     return (
-        f"Images: {images}. Classifier: {classifiers}. In percent, with 95 % bootstrap intervals, and the "
+        f"Images: {counts}. Classifier: {classifiers}. In percent, with 95 % bootstrap intervals, and the "
         "difference from the softmax head's signed maps on the same images and its paired interval, marked "
         "where that excludes zero. Clamped maps of the other heads have the difference from the softmax "
-        f"head's clamped maps too.{strongest} {TABLES[table].note}"
+        f"head's clamped maps too.{strongest} {spec.note}{_left_out(rows)}"
     )
+
+
+def _image_counts(rows: Sequence[BenchRow], *, by_method: bool) -> str:
+    """Return the number of images of each data set; with `by_method`, of each of its methods."""
+    if not by_method:
+        purpose = {True: " for confidence", False: ""}
+        counts = (f"{row['dataset']}: {row['images']}{purpose['average_drop' in row]}" for row in rows)
+        return ", ".join(dict.fromkeys(counts))
+    methods = dict[tuple[str, int, int, int], dict[str, None]]()
+    for row in rows:
+        key = row["dataset"], row["images"], row["curve_images"], row["curve_steps"]
+        methods.setdefault(key, {})[row["method"]] = None
+    return "; ".join(
+        f"{dataset}: {images} for {', '.join(names)} ({few} for insertion and deletion, by {steps} steps)"
+        for (dataset, images, few, steps), names in methods.items()
+    )
+
+
+def _left_out(rows: Sequence[BenchRow]) -> str:
+    """Return a sentence on the methods that the table leaves out, if there are any."""
+    reasons = {name: reason for row in rows for name, reason in row.get("left_out", {}).items()}
+    return f" Left out: {'; '.join(f'{n} ({reason})' for n, reason in reasons.items())}." if reasons else ""
 
 
 def _overhead_tables(content: dict[str, Any]) -> list[ReportTable]:

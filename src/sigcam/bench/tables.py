@@ -154,6 +154,11 @@ def fidelity_rows(plan: Plan, dataset: str, progress: Progress, *, curves: bool 
     settings = MAP_VARIANTS | {"methods": (CURVE_METHOD,), "metrics": CURVES, "others": others}
     settings |= {"curve_steps": FULL_CURVE_STEPS if full else CURVE_STEPS}
     curve_rows = evaluate_rows(plan, f"curves-{name}", net, dataset, few, progress, **settings)
+    return with_curves(rows, curve_rows)
+
+
+def with_curves(rows: Sequence[BenchRow], curve_rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """Return the rows with insertion and deletion of the same variants, where these are measured."""
     by_variant = {_variant_of(row): row for row in curve_rows}
     return [_with_curves(row, by_variant.get(_variant_of(row))) for row in rows]
 

@@ -75,6 +75,7 @@ class BatchEvaluator:
         others: further branches of the network's classifier, by name; they share its pass.
         curve_steps: steps of insertion and deletion.
         map_samples: masks, noises or steps of methods that take them; None for their default.
+        map_top_n: channels that methods try which mask images by channels; None for all.
     """
 
     net: DualBranch
@@ -85,6 +86,7 @@ class BatchEvaluator:
     others: Mapping[str, DualBranch] = field(default_factory=dict)
     curve_steps: int = 224
     map_samples: int | None = None
+    map_top_n: int | None = None
 
     def uses(self, *parts: str) -> bool:
         """Whether a metric uses one of these parts of the record."""
@@ -117,6 +119,7 @@ class BatchEvaluator:
         zoomed_net, larger = zoomed(net, images, self.zoom)
         same = zoomed_net is net and larger is images
         finer = forward if same else zoomed_net.run(larger, grad=grad)
+        finer = replace(finer, altered={})  # heads share the passes of altered images
         shown = located, predicted, absent_classes(located, max(net.classes, 2), record.ids)
         drawn = dict[Variant, BatchRecord]()  # equal maps are drawn once
         for variant in variants:
@@ -161,13 +164,16 @@ class BatchEvaluator:
         masked by them."""
         net, fidelity = self.net, self.uses("predicted_maps", "scores", "curves", "removal")
         assert variant.method is not None
-        cam = fidelity and METHODS[variant.method].masks_are_resized and variant.scale == "unit"
+        facts = METHODS[variant.method]
+        cam = fidelity and facts.masks_are_resized and variant.scale == "unit"
         classes = [located] * self.uses("maps") + [absent] * self.uses("absent_maps")
         classes += [predicted] * (fidelity and not cam)  # masks of CAM are resized otherwise
         if classes:
             config, chosen = variant.map_config(), torch.cat(classes, 1)
-            if METHODS[variant.method].samples:
+            if facts.samples:
                 config = replace(config, samples=self.map_samples)
+            if facts.tries_channels:
+                config = replace(config, top_n=self.map_top_n)
             maps = explain_pass(*source, config, classes=chosen, size=forward.image, zoom=self.zoom).maps
             record = replace(record, maps=maps[:, 0].cpu()) if self.uses("maps") else record
             if self.uses("absent_maps"):

@@ -42,6 +42,7 @@ def evaluate(
     curve_steps: int = 224,
     threshold: Threshold = "maximum",
     map_samples: int | None = None,
+    map_top_n: int | None = None,
     val: Result | None = None,
     intervals: bool = False,
     transform: Callable[[Image.Image], Tensor] | None = None,
@@ -73,6 +74,7 @@ def evaluate(
         threshold: what the thresholds of boxes are fractions of: each map's "maximum" (the protocol) or its
             90th "percentile" (Bae et al., 2020).
         map_samples: masks, noises or steps of methods that take them, as `samples` of `explain`.
+        map_top_n: channels that methods try which mask images by channels, as `top_n` of `explain`.
         val: result of the same evaluation on a validation split; adds accuracies at its best thresholds.
         intervals: add bootstrap intervals over images.
         transform: turns an image into a (3, H, W) tensor, without cropping; `net.transform` by default.
@@ -89,7 +91,8 @@ def evaluate(
         metrics, samples, network=True, maps_of_labels=by_label, threshold=threshold
     )
     scorers = tuple(dict.fromkeys(scorers))
-    evaluator = BatchEvaluator(net, specs, class_from, scorers, zoom, others, curve_steps, map_samples)
+    counts = curve_steps, map_samples, map_top_n
+    evaluator = BatchEvaluator(net, specs, class_from, scorers, zoom, others, *counts)
     samples = _prepare_samples(samples, evaluator, transform)
     variants = _variants(methods, branches, others, clamps, scales)
     variants = _calibrated(variants, net, others, zoom)  # raises before any work
@@ -108,6 +111,7 @@ def evaluate(
         curve_steps,
         threshold,
         map_samples,
+        map_top_n,
     )
     facts = path and [evaluation_facts(net, samples, transform, others), options]
     checkpoint = EvalCheckpoint(path, facts, table)
@@ -310,6 +314,7 @@ def _about(
         "class_from": evaluator.class_from,
         "zoom": evaluator.zoom,
         **({"map_samples": evaluator.map_samples} if evaluator.map_samples else {}),
+        **({"map_top_n": evaluator.map_top_n} if evaluator.map_top_n else {}),
         "confidence": {scorer: SCORERS[scorer] for scorer in evaluator.scorers},
         "masking": "the normalised image times the predicted class's map",
     }

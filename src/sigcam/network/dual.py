@@ -56,6 +56,7 @@ class ForwardPass(Branches):
     softmax_logits: Tensor  # (B, C) `softmax` before the activation with which the model may end
     images: Tensor  # (B, C, H, W) the model's input
     point: FeaturePoint
+    altered: dict[str, ForwardPass] | None = None  # for altered images, by their hash, to be read again
 
     @property
     def image(self) -> GridSize:
@@ -385,10 +386,9 @@ class DualBranch(nn.Module):
 
 def _close(logits: Tensor, expected: Tensor) -> bool:
     """Whether both are equal up to the rounding of a low precision; another image's logits are far off."""
-    scale = expected.double().nan_to_num().abs().max().clamp(min=1e-12)
-    return torch.allclose(
-        logits.double(), expected.double(), rtol=0, atol=0.02 * float(scale), equal_nan=True
-    )
+    logits, expected = logits.double(), expected.double()
+    scale = float(expected.nan_to_num().abs().max().clamp(min=1e-12))
+    return torch.allclose(logits, expected, rtol=0, atol=0.02 * scale, equal_nan=True)
 
 
 def linear_weight(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
