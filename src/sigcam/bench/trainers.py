@@ -34,6 +34,7 @@ from sigcam.training.last_stage import LastStage, StageConfig
 from sigcam.training.wsol import WSOL
 
 PLAIN = "plain training"
+# Of the rates 0.03, 0.01 and 0.003, the first was best on held-out training images of `cub`.
 STAGES_TRAINED = {"embedded": StageConfig("blocks.6", epochs=6), RESNET: LAST_STAGES[RESNET]}
 COMPARED = ("max_box_acc_v2", "gt_known_loc", "top1_cls")
 
