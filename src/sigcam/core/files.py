@@ -68,7 +68,7 @@ def write_png(path: Path, image: Image) -> None:
 
 
 def check_writable(folder: Path, advice: str = "Choose another --output.") -> None:
-    """Raise ConfigError with advice, or DiskFull, if files cannot be written to the folder; leave no trace."""
+    """Raise ConfigError with advice, or DiskFull, if files cannot be written to it; leave no trace."""
     trial = folder / ".trial"
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
