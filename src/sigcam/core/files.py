@@ -67,8 +67,8 @@ def write_png(path: Path, image: Image) -> None:
     write_atomic(path, content.getvalue())
 
 
-def check_writable(folder: Path) -> None:
-    """Raise ConfigError, or DiskFull, if files cannot be written to the folder; leave no trace."""
+def check_writable(folder: Path, advice: str = "Choose another --output.") -> None:
+    """Raise ConfigError with advice, or DiskFull, if files cannot be written to it; leave no trace."""
     trial = folder / ".trial"
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
@@ -77,7 +77,7 @@ def check_writable(folder: Path) -> None:
     except OSError as error:
         raise_if_full(error, folder)
         reason = f"{folder}: {error.strerror or error}"
-        raise ConfigError(f"cannot write to the output folder {reason}. Choose another --output.") from error
+        raise ConfigError(f"cannot write to the output folder {reason}. {advice}") from error
     finally:
         with suppress(OSError):
             trial.unlink()

@@ -120,7 +120,7 @@ def _checked(
     chosen = None if classes is None else _class_numbers(net, classes)
     count = len(chosen) if chosen else min(k or DEFAULT_K, max(net.classes, 2))
     resize = _resize_of(net) if preprocess else None
-    check_writable(path.parent)
+    check_writable(path.parent, "Name a file in another folder.")
     return path, Drawn(count, chosen, scale, float(threshold)), resize
 
 
