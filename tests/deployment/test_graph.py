@@ -15,6 +15,19 @@ from sigcam.network.dual import DualBranch
 from support.nets import ConvThenMean, Encoder, PlainVit
 from support.tiny import Gap, InPlace, Normed, Probabilities, TwoHeads, Vgg, attached, images, untouched
 
+
+class ConvAfterPool(Gap):
+    """Pooling, a 1x1 convolution with an activation, and the linear layer, as in MobileNetV3."""
+
+    def __init__(self) -> None:
+        super().__init__(channels=6)
+        self.pool, self.conv = nn.AdaptiveAvgPool2d(1), nn.Conv2d(6, 6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.fc(nn.functional.hardswish(self.conv(self.pool(self.body(x)))).flatten(1))
+        return logits
+
+
 CALIBRATION = BranchCalibration(LogitScale(0.7, 0.2), {1.0: LogitScale(1.3, -0.1)})
 NETS: dict[str, Callable[[], nn.Module]] = {
     "global average": Gap,
@@ -28,6 +41,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "norm after pooling": lambda: ConvNeXt(
         [CNBlockConfig(8, 16, 1), CNBlockConfig(16, None, 1)], num_classes=4
     ),
+    "convolution after pooling": ConvAfterPool,
     "transformer": lambda: PlainVit((16, 16), 4),
     "transformer with a fast path": lambda: Encoder(False),
 }

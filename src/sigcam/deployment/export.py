@@ -18,7 +18,7 @@ from sigcam.core.errors import AttachError, CheckpointError, ConfigError, Missin
 from sigcam.core.files import check_writable, error_line, write_atomic
 from sigcam.core.manifest import versions
 from sigcam.core.memory import is_out_of_memory
-from sigcam.deployment.graph import OUTPUTS, Drawn, ExportedNetwork, Scale
+from sigcam.deployment.graph import OUTPUTS, AbsoluteScale, Drawn, ExportedNetwork
 from sigcam.deployment.pillow_resize import PillowResize
 from sigcam.deployment.triton import write_model_repository
 from sigcam.methods.inputs import choose_classes
@@ -41,7 +41,7 @@ def export(
     k: int | None = None,
     classes: Sequence[int | str] | None = None,
     threshold: float | None = None,
-    scale: Scale | None = None,
+    scale: AbsoluteScale | None = None,
     preprocess: bool = True,
     format: Format = "onnx",
     opset: int = OPSET,
@@ -81,7 +81,7 @@ def _checked(
     k: int | None,
     classes: Sequence[int | str] | None,
     threshold: float | None,
-    scale: Scale | None,
+    scale: AbsoluteScale | None,
     preprocess: bool,
     format: Format,
     opset: int,
@@ -108,7 +108,7 @@ def _checked(
         raise ConfigError(f"k is a number of classes, at least 1, not {k!r}.")
     if k is not None and classes is not None:
         raise ConfigError("give k= or classes=: the most probable classes, or fixed ones.")
-    if scale not in (None, *get_args(Scale)):
+    if scale not in (None, *get_args(AbsoluteScale)):
         raise ConfigError(f"scale is 'probability' or 'logit', not {scale!r}.")
     if scale is None:
         scale = "probability" if 1.0 in net.calibration.maps else "logit"
@@ -170,19 +170,20 @@ def exported_program(net: DualBranch, drawn: Drawn, resize: PillowResize | None)
     except Exception as error:  # any user network, any failure
         if is_out_of_memory(error):
             raise
-        raise AttachError(
-            f"{type(net.original).__name__} cannot be exported ({error_line(error)}): let its forward be one "
-            "graph that does not depend on numbers in tensors, or draw maps with sigcam.explain."
-        ) from error
+        raise _unexported(error) from error
 
 
 def onnx_bytes(program: ExportedProgram, about: dict[str, Any], opset: int) -> bytes:
     """Return the program as the bytes of an ONNX file with the description in its metadata."""
-    with _quiet():
-        onnx_program = torch.onnx.export(
-            program, dynamo=True, opset_version=opset, output_names=OUTPUTS, verbose=False
-        )
-    assert onnx_program is not None
+    try:
+        with _quiet():
+            onnx_program: Any = torch.onnx.export(
+                program, dynamo=True, opset_version=opset, output_names=OUTPUTS, verbose=False
+            )
+    except Exception as error:  # any user network, any failure
+        if is_out_of_memory(error):
+            raise
+        raise _unexported(error.__cause__ or error) from error
     texts = {key: v if isinstance(v, str) else json.dumps(v) for key, v in about.items()}
     onnx_program.model.metadata_props.update(texts)
     model = onnx_program.model_proto
@@ -190,6 +191,13 @@ def onnx_bytes(program: ExportedProgram, about: dict[str, Any], opset: int) -> b
     if model.ByteSize() > LARGEST_FILE:
         raise ConfigError("the file would be larger than 2 GB, which ONNX does not hold: use format='torch'.")
     return bytes(model.SerializeToString())
+
+
+def _unexported(error: BaseException) -> AttachError:
+    return AttachError(
+        f"this network cannot be exported ({error_line(error)}): let its forward be one graph of usual "
+        "layers that does not depend on numbers in tensors, or draw maps with sigcam.explain."
+    )
 
 
 def _name_sizes(model: Any) -> None:

@@ -30,7 +30,7 @@ OUTPUTS = (
     "branch_logits",  # (B, C) of the sigmoid branch
 )
 Outputs = tuple[Tensor, ...]
-Scale = Literal["probability", "logit"]
+AbsoluteScale = Literal["probability", "logit"]
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,29 @@ class Drawn:
 
     k: int
     classes: tuple[int, ...] | None
-    scale: Scale
+    scale: AbsoluteScale
     threshold: float
 
 
-class _MeanAsPool(TorchFunctionMode):
-    """Pools to one cell by a mean: the gradient of torch's own pooling reads memory by strides."""
+class _PlainGradients(TorchFunctionMode):
+    """Pools to one cell by a mean, and takes 1x1 convolutions as matrix products, where gradients are
+    recorded: ONNX has no operators for the gradients of the others."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is F.adaptive_avg_pool2d:
-            given = dict(zip(("input", "output_size"), args, strict=False)) | (kwargs or {})
+            given = dict(zip(("input", "output_size"), args, strict=False)) | kwargs
             if given["output_size"] in (1, (1, 1), [1, 1]):
                 return given["input"].mean((-2, -1), keepdim=True)
-        return func(*args, **(kwargs or {}))
+        if func is F.conv2d and args and args[0].requires_grad:
+            names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+            given = dict(zip(names, args, strict=False)) | kwargs
+            x, weight, bias = given["input"], given["weight"], given.get("bias")
+            plain = given.get("stride", 1) in (1, (1, 1)) and given.get("padding", 0) in (0, (0, 0), "valid")
+            if weight.shape[2:] == (1, 1) and plain and given.get("groups", 1) == 1:
+                out = (weight.flatten(1) @ x.flatten(2)).unflatten(2, x.shape[2:])
+                return out if bias is None else out + bias[:, None, None]
+        return func(*args, **kwargs)
 
 
 class Scored(nn.Module):
@@ -89,7 +99,7 @@ class Scored(nn.Module):
         """Return softmax logits and branch logits (B, C), classes (B, K), F, and d logit / d mean of F of
         the classes (B, K, N)."""
         linear = self.linear_in(self.held[0])
-        with torch.set_grad_enabled(not linear), nullcontext() if linear else _MeanAsPool():
+        with torch.set_grad_enabled(not linear), nullcontext() if linear else _PlainGradients():
             return tuple(each.detach() for each in self._scored(images, linear))
 
     def _scored(self, images: Tensor, linear: bool) -> Outputs:

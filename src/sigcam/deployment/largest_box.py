@@ -93,11 +93,10 @@ def largest_boxes(
     whether there is one (M,). Boxes are (M, 4), xyxy; the last pixel is inside."""
     runs = _runs_above(maps, threshold, rows, columns)
     most = 2 * ((maps.shape[1] + 1) // 2)  # chains in a strip
-    filled = _without_holes(runs, columns, most)
-    inside = _largest(filled, _chains(filled, columns, most, corners=True), columns)
+    inside = _in_largest(runs, columns, most)
     places = torch.arange(rows.cell.shape[0], device=maps.device, dtype=maps.dtype)
-    low = [torch.where(inside, each, FAR).amin((1, 2)) for each in (filled.start, places)]
-    high = [torch.where(inside, each, -1.0).amax((1, 2)) for each in (filled.end, places)]
+    low = [torch.where(inside, each, FAR).amin((1, 2)) for each in (runs.start, places)]
+    high = [torch.where(inside, each, -1.0).amax((1, 2)) for each in (runs.end, places)]
     found = high[0] >= 0
     boxes = torch.where(found[:, None], torch.stack([*low, *high], 1), 0.0)
     sides = []
@@ -141,13 +140,48 @@ def _chains(runs: Runs, columns: Axis, count: int, *, corners: bool) -> Chains:
     touches = (runs.start <= before.end + reach) & (before.start <= runs.end + reach)
     begins = runs.there & ~(touches & before.there)
     number = (begins.to(runs.start.dtype).cumsum(2) - 1).clamp(min=0)
-    numbers = torch.arange(count, device=number.device, dtype=number.dtype)
-    at_right = torch.where(runs.there & (runs.end == columns.last[:, None]), number, -1.0)[:, :-1]
-    at_left = torch.where(runs.there & (runs.start == columns.first[:, None]), number, -1.0)[:, 1:]
-    right, left = ((each[..., None] == numbers).to(number.dtype) for each in (at_right, at_left))
+    none = float(count * count)  # the number of a pair that does not touch
+    right = torch.where(runs.there & (runs.end == columns.last[:, None]), number * count, none)[:, :-1]
+    left = torch.where(runs.there & (runs.start == columns.first[:, None]), number, none)[:, 1:]
+    pairs = [right + left]
     if corners:
-        left = left + F.pad(left, (0, 0, 1, -1)) + F.pad(left, (0, 0, -1, 1))  # of the rows around
-    return Chains(number.long(), begins, right.mT @ left > 0)
+        pairs += [right + _shifted(left, 1, none), right + _shifted(left, -1, none)]
+    index = torch.cat(pairs, 2).clamp(max=none).long()
+    meets = right.new_zeros(*right.shape[:2], count * count + 1).scatter(2, index, 1.0)
+    return Chains(number.long(), begins, meets[..., :-1].unflatten(2, (count, count)) > 0)
+
+
+def _in_largest(runs: Runs, columns: Axis, count: int) -> Tensor:
+    """(M, Q, H) which runs belong to the largest component of their map. Areas are computed only if a map has
+    several components."""
+    chains = _chains(runs, columns, count, corners=True)
+    names, exists = _components(chains)
+    numbers = torch.arange(names.shape[1], device=names.device)
+    several = (((names == numbers) & exists).to(runs.start.dtype).sum(1) > 1).any()
+
+    def compared(start: Tensor, end: Tensor, there: Tensor) -> Tensor:
+        filled = _without_holes(Runs(start, end, there), columns, count)
+        return _largest(filled, _chains(filled, columns, count, corners=True), columns) & there
+
+    def all_of_them(start: Tensor, end: Tensor, there: Tensor) -> Tensor:
+        return there.clone()
+
+    given = runs.start, runs.end, runs.there
+    if torch.compiler.is_exporting():
+        inside: Tensor = torch.cond(several, compared, all_of_them, given)
+        return inside
+    return compared(*given) if several else all_of_them(*given)
+
+
+def _components(chains: Chains) -> tuple[Tensor, Tensor]:
+    """(M, Q * J) the first chain of each chain's component, and whether there is such a chain."""
+    strips, count = chains.begins.shape[1], chains.meets.shape[3]
+    kind = {"device": chains.begins.device, "dtype": torch.float32}
+    nodes = torch.arange(strips * count, **kind).reshape(strips, count)  # type: ignore[call-overload]
+    many = chains.begins.to(nodes.dtype).sum(2, keepdim=True)  # (M, Q, 1)
+    exists = nodes % count < many
+    names = spread_lowest(nodes + torch.zeros_like(many), chains.meets)
+    return names.flatten(1).long(), exists.flatten(1)
 
 
 def _without_holes(runs: Runs, columns: Axis, count: int) -> Runs:
@@ -186,11 +220,8 @@ def _largest(runs: Runs, chains: Chains, columns: Axis) -> Tensor:
     place = torch.where(chains.begins, rows * columns.cell.shape[0] + runs.start, 0.0)  # in reading order
     area, place = chains.total(area), chains.total(place)
     strips, count = area.shape[1:]
-    nodes = torch.arange(strips * count, device=area.device, dtype=area.dtype).reshape(strips, count)
-    names = spread_lowest(nodes + torch.zeros_like(area), chains.meets).flatten(1).long()
+    names, exists = _components(chains)
     area, place = area.flatten(1), place.flatten(1)
-    numbers = torch.arange(count, device=area.device, dtype=area.dtype)
-    exists = (numbers < chains.begins.to(area.dtype).sum(2, keepdim=True)).flatten(1)
     total = torch.zeros_like(area).scatter_add(1, names, area).gather(1, names)  # of each chain's component
     total = torch.where(exists, total, -1.0)
     earliest = torch.full_like(area, FAR).scatter_reduce(1, names, torch.where(exists, place, FAR), "amin")
