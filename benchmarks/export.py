@@ -76,6 +76,7 @@ def session(path: Path) -> ort.InferenceSession:
     """Open a file with as many threads as torch uses."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # would slow what runs next
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 

@@ -5,27 +5,39 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 
-from support.commands import fitted, run, spec
+from sigcam.methods.explainer import explain
+from sigcam.network.opening import open_network
+from support.commands import run
 
 
 @pytest.mark.slow
-def test_export_writes_a_file_that_runs_without_us(monkeypatch, place: Path, capsys):
-    ort = pytest.importorskip("onnxruntime")
+def test_the_embedded_classifier_is_one_file_that_runs_without_us(monkeypatch, tmp_path: Path, capsys):
+    ort, data = pytest.importorskip("onnxruntime"), pytest.importorskip("skimage.data")
     pytest.importorskip("onnxscript")
-    branch, path = fitted(monkeypatch, place), place / "model.onnx"
-    capsys.readouterr()
-    words = ("export", path, "--model", spec(place), "--branch", branch, "--class", "dog", "--json")
-    assert run(monkeypatch, *words) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told == {"path": str(path), "bytes": path.stat().st_size}
+    path, pixels = tmp_path / "model.onnx", data.chelsea()
+    assert run(monkeypatch, "export", path, "--k", 3, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"path": str(path), "bytes": path.stat().st_size}
     session = ort.InferenceSession(path)
-    pixels = np.zeros((2, 30, 50, 3), np.uint8)
     names = [each.name for each in session.get_outputs()]
-    out = dict(zip(names, session.run(None, {"image": pixels}), strict=True))
-    assert out["probability"].shape == (2, 2) and out["classes"].tolist() == [[1], [1]]
+    values = session.run(None, {"image": np.stack([pixels, pixels[:, ::-1]])})
+    out = {name: torch.from_numpy(value) for name, value in zip(names, values, strict=True)}
     about = session.get_modelmeta().custom_metadata_map
-    assert json.loads(about["class_names"]) == ["cat", "dog"] and about["preprocessing"] == "inside"
+    assert "cat" in json.loads(about["class_names"])[int(out["classes"][0, 0])]
+    net = open_network("embedded").net
+    pictures = [Image.fromarray(pixels), Image.fromarray(np.ascontiguousarray(pixels[:, ::-1]))]
+    with torch.no_grad():
+        expected = net(torch.stack([net.transform(each) for each in pictures]))
+    for key, wanted in (("logits", expected.softmax), ("branch_logits", expected.sigmoid)):
+        assert float((out[key] - wanted).abs().max()) < 1e-4 * float(wanted.abs().max())
+    assert torch.allclose(out["evidence"], net.evidence(expected.sigmoid), atol=1e-4)
+    ex = explain(net, pictures, classes=out["classes"], scale="probability")
+    cells = explain(net, pictures, classes=out["classes"], scale="probability", size="features")
+    assert torch.allclose(out["maps"], cells.maps, atol=1e-4)
+    boxes = [torch.cat(ex.select(k).picture_boxes()) for k in range(3)]
+    assert torch.equal(out["boxes"].long(), torch.stack(boxes, 1))
 
 
 @pytest.mark.parametrize(

