@@ -73,6 +73,7 @@ def test_the_metadata_says_what_a_file_holds(made):
     onnx = pytest.importorskip("onnx")
     model = onnx.load(made.path)
     onnx.checker.check_model(model, full_check=True)
+    assert b"forward" not in made.path.read_bytes(), "nor does it name source files"
     about = {each.key: each.value for each in model.metadata_props}
     assert json.loads(about["class_names"]) == list(NAMES) and json.loads(about["mean"])[0] == 0.485
     assert (about["scale"], about["threshold"], about["k"]) == ("probability", "0.5", "3")

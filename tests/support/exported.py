@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,6 @@ from PIL import Image
 from torch import nn
 
 import sigcam
-from sigcam.deployment.export import export
 from sigcam.models.preprocess import Preprocess
 from sigcam.network.calibration import BranchCalibration, LogitScale
 
@@ -30,15 +31,22 @@ def colours() -> nn.Module:
 def exported_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with the maps of two of three colours; a place of that colour has a probability of nearly 1."""
     pytest.importorskip("onnxscript", reason="needs onnxscript: pip install 'sigcam[export]'")
-    model = colours()
-    preprocess = Preprocess(32, 32, mean=(0.0,) * 3, std=(1.0,) * 3)
-    net = sigcam.attach(
-        model, transform=preprocess, class_names=["red", "green", "blue"], example=torch.rand(1, 3, 32, 32)
-    )
-    net.sigmoid.load_state_dict({f"copies.0.{key}": value for key, value in net.head.state_dict().items()})
-    net.calibration = BranchCalibration(LogitScale(1.0, 2.0), {1.0: LogitScale()})
-    net.fitted = True
-    return export(net, tmp_path_factory.mktemp("exported") / "model.onnx", k=2)
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # made once for all processes: it takes some seconds
+    path = folder / "exported.onnx"
+    with (folder / "exported.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            preprocess = Preprocess(32, 32, mean=(0.0,) * 3, std=(1.0,) * 3)
+            names, example = ["red", "green", "blue"], torch.rand(1, 3, 32, 32)
+            net = sigcam.attach(colours(), transform=preprocess, class_names=names, example=example)
+            weights = net.head.state_dict()
+            net.sigmoid.load_state_dict({f"copies.0.{key}": value for key, value in weights.items()})
+            net.calibration = BranchCalibration(LogitScale(1.0, 2.0), {1.0: LogitScale()})
+            net.fitted = True
+            sigcam.export(net, path, k=2)
+    return path
 
 
 @pytest.fixture(scope="session")

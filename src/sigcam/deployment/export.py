@@ -188,6 +188,7 @@ def onnx_bytes(program: ExportedProgram, about: dict[str, Any], opset: int) -> b
     onnx_program.model.metadata_props.update(texts)
     model = onnx_program.model_proto
     _name_sizes(model)
+    _forget_places(model.graph)
     if model.ByteSize() > LARGEST_FILE:
         raise ConfigError("the file would be larger than 2 GB, which ONNX does not hold: use format='torch'.")
     return bytes(model.SerializeToString())
@@ -209,6 +210,15 @@ def _name_sizes(model: Any) -> None:
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param in names:
                 dim.dim_param = names[dim.dim_param]
+
+
+def _forget_places(graph: Any) -> None:
+    """Remove the exporter's notes on source lines: they name folders of this machine."""
+    for each in (*graph.node, *graph.input, *graph.output, *graph.value_info):
+        del each.metadata_props[:]
+    for attribute in (attribute for node in graph.node for attribute in node.attribute):
+        if attribute.HasField("g"):
+            _forget_places(attribute.g)
 
 
 def description(net: DualBranch, drawn: Drawn, resize: PillowResize | None) -> dict[str, Any]:
