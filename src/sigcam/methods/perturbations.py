@@ -22,10 +22,6 @@ MASK_CELLS, SHARE_SHOWN = 7, 0.5  # cells of a mask each way, and the probabilit
 # Extremal perturbations (Fong et al., 2019); lengths are those of an image of 224 pixels on its shorter side
 SIDE = 224
 STEP, BLUR = 7, 20  # between the mask's points; standard deviation of the blur where nothing is shown
-    7,
-    21,
-    20,
-)  # between the mask's points; of the kernel; standard deviation where nothing is shown
 LEVELS = 8  # blurred images, between which others are interpolated
 TEMPERATURE = 1 / 20  # of the smooth maximum
 AREAS = (0.025, 0.05, 0.1, 0.2)  # of the image; the masks are added up and smoothed, as for the pointing game
