@@ -123,7 +123,7 @@ def extremal_mask(score: Score, image: Tensor, points: tuple[int, int], area: fl
         (slope,) = torch.autograd.grad(gain, values)
         speed = 0.9 * speed + slope
         values = (values.detach() + 0.01 * speed).clamp(0, 1)
-        penalty = 3.0 * 100.0 ** (step / steps)
+        penalty = 3.0 * 400.0 ** (step / steps)
     return mask_of(values.detach())
 
 

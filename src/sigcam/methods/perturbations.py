@@ -28,7 +28,7 @@ AREAS = (0.025, 0.05, 0.1, 0.2)  # of the image; the masks are added up and smoo
 SMOOTHING = 0.09  # standard deviation, of the shorter side
 # chosen here: a large weight of the area would keep the points in the order in which they start
 RATE, MOMENTUM = 0.01, 0.9  # of gradient ascent
-START, PENALTY = 3.0, 300.0  # weight of the area, which grows from the first to the second geometrically
+START, PENALTY = 3.0, 1200.0  # weight of the area, which grows from the first to the second geometrically
 
 
 @method("rise", gives="pixels", finish="min-max", perturbs="images", signed=False, samples=4000)
