@@ -80,7 +80,7 @@ def extremal_mask(score: Score, image: Tensor, points: tuple[int, int], area: fl
         for j in range(points[1])
     ]
     kernel = torch.tensor(
-        [[math.exp(-(max(0.0, math.dist(a, b) / (21 * unit) - 1) ** 2) / 4) for b in places] for a in places],
+        [[math.exp(-(max(0.0, math.dist(a, b) / (7 * unit) - 1) ** 2) / 4) for b in places] for a in places],
         dtype=torch.float64,
     )
     hidden = round((1 - area) * height * width)
@@ -123,7 +123,7 @@ def extremal_mask(score: Score, image: Tensor, points: tuple[int, int], area: fl
         (slope,) = torch.autograd.grad(gain, values)
         speed = 0.9 * speed + slope
         values = (values.detach() + 0.01 * speed).clamp(0, 1)
-        penalty = 300.0 if 3 * step < steps else 600.0 if 3 * step < 2 * steps else 1200.0
+        penalty = 3.0 * 400.0 ** (step / steps)
     return mask_of(values.detach())
 
 

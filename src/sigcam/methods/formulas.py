@@ -70,7 +70,7 @@ def hires_cam(probe: Probe) -> Tensor:
 @method("grad-cam-elementwise", gives="gradients")
 def grad_cam_elementwise(probe: Probe) -> Tensor:
     """Each cell weighted by its own gradient, where gradient times feature is positive."""
-    return torch.where(probe.grads * probe.features > 0, probe.grads, 0.0)
+    return torch.where(probe.grads * probe.features <= 0, 0.0, probe.grads)  # NaN stays
 
 
 @method("shapley-cam", gives="gradients", in_logits=True, linear_twin="grad-cam")

@@ -21,16 +21,14 @@ MASK_CELLS, SHARE_SHOWN = 7, 0.5  # cells of a mask each way, and the probabilit
 
 # Extremal perturbations (Fong et al., 2019); lengths are those of an image of 224 pixels on its shorter side
 SIDE = 224
-STEP, RADIUS, BLUR = (
-    7,
-    21,
-    20,
-)  # between the mask's points; of the kernel; standard deviation where nothing is shown
+STEP, BLUR = 7, 20  # between the mask's points; standard deviation of the blur where nothing is shown
 LEVELS = 8  # blurred images, between which others are interpolated
 TEMPERATURE = 1 / 20  # of the smooth maximum
 AREAS = (0.025, 0.05, 0.1, 0.2)  # of the image; the masks are added up and smoothed, as for the pointing game
 SMOOTHING = 0.09  # standard deviation, of the shorter side
-RATE, MOMENTUM, PENALTY = 0.01, 0.9, 300.0  # of gradient ascent; the penalty doubles after each third of it
+# chosen here: a large weight of the area would keep the points in the order in which they start
+RATE, MOMENTUM = 0.01, 0.9  # of gradient ascent
+START, PENALTY = 3.0, 1200.0  # weight of the area, which grows from the first to the second geometrically
 
 
 @method("rise", gives="pixels", finish="min-max", perturbs="images", signed=False, samples=4000)
@@ -131,8 +129,8 @@ def best_masks(probe: Probe, index: int, k: int, areas: Tensor, shares: tuple[fl
         with torch.no_grad():
             speed = MOMENTUM * speed + slope
             grid = (grid + RATE * speed).clamp(0, 1).requires_grad_()
-        # the first step follows the score alone, which puts points in order that were equal
-        penalty = PENALTY * 2 ** (3 * (step + 1) // probe.samples)
+        # the first steps follow the score, which puts points in order that were equal
+        penalty = START * (PENALTY / START) ** ((step + 1) / probe.samples)
         before, share, jobs = shares
         report_share((before + share * (step + 1) / probe.samples) / jobs)
     return smooth_masks(grid.detach(), kernel, size)
@@ -145,14 +143,14 @@ def mask_grid(image: GridSize) -> GridSize:
 
 
 def mask_kernel(image: GridSize, points: GridSize) -> Tensor:
-    """Return (points, points) the kernel's value for each two points: exp(-max(0, d - 1)^2 / 4) at distance
-    d, in units of its radius."""
+    """Return (points, points) the kernel's value for each two points: exp(-max(0, d - 1)^2 / 4) at a distance
+    of d steps, so a third where they are 21 pixels apart."""
     rows, columns = (
         (torch.arange(count, dtype=torch.float64) + 0.5) * side / count
         for count, side in zip(points, image, strict=True)
     )
     places = torch.cartesian_prod(rows, columns)
-    distance = torch.cdist(places, places) / (RADIUS * min(image) / SIDE)
+    distance = torch.cdist(places, places) / (STEP * min(image) / SIDE)
     return (-(distance - 1).clamp(min=0).square() / 4).exp()
 
 
