@@ -150,7 +150,7 @@ def test_methods_with_many_passes_are_told_to_take_fewer(register: Callable[...,
         "sampled": {"samples": 50},
         "sampled-channels": {"top_n": 10},
     }
-    assert table.effort("score-cam", 80, how) == {} == table.effort("sampled", 1280, table.FULL)
+    assert table.effort("score-cam", 80, how) == {} == table.effort("sampled", 1280, table.WHOLE)
 
 
 def test_passes_are_counted_with_gradients_and_in_optimised_copies() -> None:

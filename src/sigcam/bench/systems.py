@@ -25,7 +25,7 @@ from sigcam.methods.registry import METHODS
 from sigcam.network.dual import DualBranch
 
 SYSTEM_DATASETS = (*FINE_DATASETS, "pets")
-FITS = ("sigmoid", "sigmoid + background")
+SYSTEM_FITS = ("sigmoid", "sigmoid + background")
 ANY_HEAD = "any head"  # the branch in rows of methods whose maps are the same for all classes and heads
 CHEAP = 2  # passes for a map, up to which a method is measured on all the images
 TIMED_IMAGES = 8
@@ -61,7 +61,7 @@ class Amounts:
 
 
 QUICK = Amounts(images=12, fewest=4, curve_images=4, curve_steps=7, most_passes=16)
-FULL = Amounts(images=None, curve_images=None, curve_steps=FULL_CURVE_STEPS, most_passes=None)
+WHOLE = Amounts(images=None, curve_images=None, curve_steps=FULL_CURVE_STEPS, most_passes=None)
 OF_LARGE = Amounts(images=60, curve_images=20, curve_steps=7, most_passes=256, everywhere=False)
 
 
@@ -70,7 +70,7 @@ def amounts(plan: Plan) -> Amounts:
     if plan.quick:
         return QUICK
     if plan.fidelity_images is None:
-        return FULL
+        return WHOLE
     return OF_LARGE if plan.backbone in LAST_STAGES else Amounts()
 
 
@@ -80,7 +80,7 @@ def systems(plan: Plan, progress: Progress) -> list[BenchRow]:
     costs, left_out = dict[str, Cost](), dict[str, str]()
     for dataset in plan.available(SYSTEM_DATASETS):
         fits = table_fits(plan, dataset)
-        nets = networks(plan, dataset, {name: fits[name] for name in FITS}, progress)
+        nets = networks(plan, dataset, {name: fits[name] for name in SYSTEM_FITS}, progress)
         net = nets.pop("sigmoid")
         if not costs:  # which depends on the network, not on the data
             costs, left_out = method_costs(plan, net, dataset, progress)
