@@ -49,13 +49,21 @@ def _cost(method: Method) -> str:
     needs = {
         "linear": "; needs a global average pooling + linear head",
         "attention": "; needs a plain ViT",
+        "rules": "; no attention or layer normalisation",
         None: "",
     }
-    if method.perturbs == "images":
-        passes = f"{method.samples} forward passes" if method.samples else "one forward pass"
-        cost = f"{passes} per channel (`top_n=` tries fewer)"
+    extra = "" if method.package is None else "; extra `attribution`"
+    if method.gives == "pixels":
+        count = (method.samples or 1) * method.passes
+        kind = "forward" if method.perturbs == "images" else "forward and backward"
+        each = "" if method.perturbs == "images" else " for each class"
+        fewer = " (`samples=`)" if method.samples else ""
+        cost = f"{count} {kind} pass{'es' * (count > 1)} of the image{each}{fewer}{extra}"
+    elif method.perturbs == "images":
+        each = f"{method.samples} forward passes" if method.samples else "one forward pass"
+        cost = f"{each} per channel (`top_n=` tries fewer)"
     elif method.perturbs == "noise":
-        cost = f"{method.samples} more passes, and a backward pass of the head for each"
+        cost = f"{method.samples} more passes (`samples=`), and a backward pass of the head for each"
     elif method.perturbs == "features":
         cost = "the tail of the network once per channel; nothing if the head is linear"
     elif method.gives == "gradients":

@@ -130,6 +130,15 @@ def network(spec: Spec) -> DualBranch:
     return net.to(torch.float64)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_samples() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, facts in METHODS.items():
+            if facts.samples:
+                patch.setitem(METHODS, name, replace(facts, samples=6))
+        yield
+
+
 # --- combinations ---
 
 Choice = Literal["predicted", "int", "each", "several", "top5", "positive", "all"]
@@ -199,7 +208,7 @@ def cases(draw: st.DrawFn) -> Case:
         st.sampled_from(("softmax", "sigmoid") if one else ("softmax", "sigmoid", "centred"))
     )
     linear = ("sigmoid" if branch == "sigmoid" else "softmax") in network(spec).linear
-    has = {None: True, "linear": linear, "attention": spec.tokens}
+    has = {None: True, "linear": linear, "attention": spec.tokens, "rules": not spec.tokens}
     return Case(
         spec,
         draw(st.sampled_from([name for name, facts in METHODS.items() if has[facts.needs]])),
@@ -260,7 +269,9 @@ def evaluated(case: Case, x: Tensor, chosen: Tensor) -> Found:
     assert record.maps is not None and record.predicted_maps is not None
     for i in range(len(x)):
         yield i, 0, record.maps[i]
-        if not labels and METHODS[case.method].finish == "relu":  # images are masked by CAM resized otherwise
+        if (
+            not labels and not METHODS[case.method].masks_are_resized
+        ):  # images are masked by CAM resized otherwise
             yield i, 0, record.predicted_maps[i]
 
 
@@ -319,7 +330,7 @@ def as_evaluated(case: Case) -> Case:
 
 
 def as_dropped_in(case: Case) -> Case:
-    known = METHODS[case.method].needs != "attention"
+    known = METHODS[case.method].weights_channels
     target = case.target if case.target in ("class", "finer-cam") else "class"
     case = replace(case, method=case.method if known else "grad-cam", target=target)
     return replace(one_class_an_image(case), clamp=None, scale="unit", zoom=1.0)

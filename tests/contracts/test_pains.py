@@ -35,7 +35,7 @@ from sigcam.methods.registry import METHODS
 from support.nets import PlainVit, Returns
 from support.tiny import Gap, Vgg, attached, images, untouched
 
-CNN_METHODS = [name for name in METHODS if name != "attention-rollout"]
+CNN_METHODS = [n for n, facts in METHODS.items() if facts.gives != "pixels" and facts.needs != "attention"]
 
 
 def pgc_maps(model: nn.Module, layer: nn.Module, x: Tensor, targets: Any = None, **options: Any) -> Any:

@@ -15,7 +15,7 @@ from sigcam.evaluation.registry import METRICS
 from sigcam.methods.registry import METHODS
 from sigcam.methods.targets import Branch
 from sigcam.network.dual import DualBranch
-from support.method_cases import BRANCHES, Signed, fitted, network, pictures
+from support.method_cases import BRANCHES, Signed, fitted, network, pictures, quick
 from support.samples import sample
 
 LABELS = [0, 3]
@@ -23,8 +23,8 @@ LABELS = [0, 3]
 
 def supported(net: DualBranch, method: str, branch: Branch) -> bool:
     needs = METHODS[method].needs
-    if needs == "attention":
-        return hasattr(net.model, "layers")
+    if needs in ("attention", "rules"):
+        return hasattr(net.model, "layers") == (needs == "attention")
     return needs is None or ("sigmoid" if branch == "sigmoid" else "softmax") in net.linear
 
 
@@ -46,17 +46,17 @@ def assert_evaluated_as_explained(net: DualBranch, x: Tensor, branch: Branch) ->
     ]
     specs = {name: METRICS[name] for name in ("pxap", "mean_map")}  # maps of labels and of predictions
     batch = Batch(x, torch.tensor(LABELS), [0, 1], [], [(x.shape[3], x.shape[2])] * 2)
-    evaluator = BatchEvaluator(net, specs, "label", ("softmax",), 1.0)
+    evaluator = BatchEvaluator(net, specs, "label", ("softmax",), 1.0, map_samples=6)
     seen = list[Variant]()
     for variant, record in evaluator.records(batch, [sample(i) for i in range(2)], variants):
         if variant == NO_MAPS:
             continue
         seen.append(variant)
-        asked = {"branch": branch, "clamp": variant.clamp}
+        asked = {"branch": branch, "clamp": variant.clamp, **quick(variant.method or "")}
         explained = sigcam.explain(net, x, variant.method, classes=LABELS, **asked).maps  # type: ignore[arg-type]
         assert record.maps is not None and record.predicted_maps is not None
         assert torch.allclose(record.maps, explained, atol=1e-5), variant
-        if METHODS[variant.method or ""].finish == "relu":  # masks by CAM are resized otherwise
+        if not METHODS[variant.method or ""].masks_are_resized:  # masks by CAM are resized otherwise
             explained = sigcam.explain(net, x, variant.method, **asked).maps  # type: ignore[arg-type]
             assert torch.allclose(record.predicted_maps, explained, atol=1e-5), variant
     assert seen == variants

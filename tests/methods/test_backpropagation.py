@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import sigcam
-from sigcam.core.errors import DataError
-from sigcam.methods.backpropagation import _Biases, _scored_images, guided_gradients
+from sigcam.methods.backpropagation import BiasCalls, guided_gradients, scored_images
 from sigcam.methods.probe import Probe
 from sigcam.methods.targets import Branch
-from support.method_cases import BRANCHES, CHOSEN, Signed, close, fitted, network, pictures, plain, raw
-from support.method_oracles import Array, bilinear
-from support.oracles import min_max
+from support.method_cases import BRANCHES, CHOSEN, close, network, pictures, plain, raw
+from support.method_oracles import full_gradient
 from support.tiny import Normed, untouched
 
 NETWORKS = ["gap", "vgg", "normed"]
@@ -61,7 +59,7 @@ def test_guided_gradients_are_those_of_relus_with_positive_gradients(
         assert close(maps[i], expected[0].abs().sum(0).numpy(), 1e-9)
 
 
-def test_guided_backpropagation_is_the_peers_and_needs_a_relu() -> None:
+def test_guided_backpropagation_is_the_peers() -> None:
     import pytorch_grad_cam as pgc
 
     net, x = network("vgg"), pictures("vgg")
@@ -70,47 +68,26 @@ def test_guided_backpropagation_is_the_peers_and_needs_a_relu() -> None:
         ours = sigcam.GuidedBackpropReLUModel(net.model, "cpu")(x[:1], category)
         assert ours.shape == theirs.shape == (*x.shape[2:], 3)
         assert np.abs(ours - theirs).max() < 1e-6 * np.abs(theirs).max()
-    with pytest.raises(DataError, match="Signed has none: use 'saliency'"):
-        raw(fitted(Signed(), (16, 24)), pictures("signed"), "guided-backpropagation")
+
+
+def test_without_relus_guided_gradients_are_gradients() -> None:
+    probe, x = probed("signed", "softmax")
+    image = x.clone().requires_grad_()
+    score = plain(probe.net, "softmax", "signed").model(image)[[0, 1], CHOSEN].sum()
+    assert close(guided_gradients(probe)[:, 0], torch.autograd.grad(score, image)[0].numpy(), 1e-9)
 
 
 @pytest.mark.parametrize("branch", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_image_and_biases_times_gradients_add_up_to_the_score(name: str, branch: Branch) -> None:
     probe, _ = probed(name, branch)
-    recorder = _Biases()
-    for i, (image, (score,)) in enumerate(_scored_images(probe, recorder)):
+    recorder = BiasCalls()
+    for i, (image, (score,)) in enumerate(scored_images(probe, recorder)):
         by_image, *by_layer = torch.autograd.grad(score, [image, *recorder.outputs], allow_unused=True)
         total = (image * by_image).sum()
         for gradient, bias in zip(by_layer, recorder.biases, strict=True):
             total = total + (0 if gradient is None else (gradient * bias).sum())
-        assert float(total) == pytest.approx(float(probe.scores[i, 0]), rel=1e-9)
-
-
-def full_gradient(model: nn.Module, image: Tensor, k: int) -> Array:
-    """Zeros added to the output of every convolution and normalisation, and the gradient by them."""
-    added: list[tuple[Tensor, nn.Module]] = []
-
-    def add(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        added.append((torch.zeros_like(out).requires_grad_(), module))
-        return out + added[-1][0]
-
-    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.BatchNorm2d)]
-    handles = [layer.register_forward_hook(add) for layer in layers]
-    pixels = image[None].clone().requires_grad_()
-    score = model(pixels)[0, k]
-    for handle in handles:
-        handle.remove()
-    gradients = torch.autograd.grad(score, [pixels, *(zeros for zeros, _ in added)])
-    total = min_max(np.abs((image * gradients[0][0]).detach().numpy()).sum(0))
-    for g, (_, layer) in zip(gradients[1:], added, strict=True):
-        bias: Any = layer.bias
-        if isinstance(layer, nn.BatchNorm2d):
-            bias = layer.bias - layer.weight * layer.running_mean / (layer.running_var + layer.eps).sqrt()
-        for b, channel in zip(bias, g[0], strict=True):
-            total = total + bilinear(min_max(np.abs(float(b) * channel.numpy())), *image.shape[1:])
-    found: Array = total
-    return found
+        assert float(total.detach()) == pytest.approx(float(probe.scores[i, 0].detach()), rel=1e-9)
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
@@ -132,3 +109,4 @@ def test_fullgrad_as_a_class_takes_layers_and_needs_none() -> None:
     maps = sigcam.FullGrad(model, [model.conv2])(x, 1)
     ex = sigcam.explain(sigcam.attach(model), x, "fullgrad", branch="softmax", classes=1)
     assert np.array_equal(maps, ex.maps.numpy()) and maps.shape == (2, 16, 24)
+    assert np.abs(sigcam.FullGrad(model)(x, [lambda row: row[1]] * 2) - maps).max() < 1e-5

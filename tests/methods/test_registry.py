@@ -6,6 +6,7 @@ import ast
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from sigcam.network.attachment import attach
 from sigcam.ui.sources import available_methods, sources_of
 from sigcam.ui.viewer import Request, Viewer
 from support.commands import place, run, spec
-from support.method_cases import Signed
+from support.method_cases import Signed, quick
 from support.samples import picture, prepared, samples
 from support.tiny import Gap, attached
 
@@ -90,7 +91,8 @@ def test_the_facts_of_a_method_are_true_of_its_maps(name: str, model: type[Gap])
     facts, net = METHODS[name], attached(model(4))
     with torch.no_grad():
         net.last_layer("softmax").get_parameter("weight").mul_(30)  # for a step of Grad-CAM++ below -2
-    ex = sigcam.explain(net, torch.rand(2, 3, 16, 16), name, branch="softmax", classes="all", scale="raw")
+    asked: dict[str, Any] = {"branch": "softmax", "classes": "all", "scale": "raw", **quick(name)}
+    ex = sigcam.explain(net, torch.rand(2, 3, 16, 16), name, **asked)
     assert bool((ex.maps[:, 0] != ex.maps[:, 1]).any()) == facts.class_specific
     if facts.in_logits and facts.signed:
         bias = net.last_layer("softmax").bias.detach()
@@ -103,9 +105,7 @@ def test_the_facts_of_a_method_are_true_of_its_maps(name: str, model: type[Gap])
         ]
         assert torch.allclose(*same, atol=1e-5)
     if not facts.signed:
-        clamped = sigcam.explain(
-            net, ex.images, name, branch="softmax", classes="all", scale="raw", clamp=True
-        )
+        clamped = sigcam.explain(net, ex.images, name, clamp=True, **asked)
         assert torch.equal(clamped.maps, ex.maps)
 
 

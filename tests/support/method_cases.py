@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sigcam.methods.explainer import explain
+from sigcam.methods.registry import METHODS as REGISTERED
 from sigcam.methods.targets import Branch
 from sigcam.network.attachment import attach
 from sigcam.network.dual import DualBranch
@@ -120,6 +121,11 @@ def plain(net: DualBranch, branch: Branch, name: str) -> Plain:
 def close(got: Tensor | Array, expected: Array, tolerance: float) -> bool:
     """Equal to within the tolerance times the largest value."""
     return bool(np.abs(np.asarray(got) - expected).max() <= tolerance * max(np.abs(expected).max(), 1e-300))
+
+
+def quick(method: str) -> dict[str, int]:
+    """Few samples, for methods that take any."""
+    return {"samples": 6} if REGISTERED[method].samples else {}
 
 
 def raw(net: DualBranch, x: Tensor, method: str, **options: Any) -> Tensor:

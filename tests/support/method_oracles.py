@@ -421,3 +421,30 @@ def bilinear(values: Array, height: int, width: int, *, aligned: bool = False) -
 
     resized: Array = mix(values.shape[0], height) @ values @ mix(values.shape[1], width).T
     return resized
+
+
+def full_gradient(model: nn.Module, image: Tensor, k: int, *, epsilon: float = 0.0) -> Array:
+    """FullGrad, from zeros added to the output of every convolution and normalisation; a peer adds `epsilon`
+    to the range by which it divides."""
+    added: list[tuple[Tensor, nn.Module]] = []
+
+    def add(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        added.append((torch.zeros_like(out).requires_grad_(), module))
+        return out + added[-1][0]
+
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.BatchNorm2d)]
+    handles = [layer.register_forward_hook(add) for layer in layers]
+    pixels = image[None].clone().requires_grad_()
+    score = model(pixels)[0, k]
+    for handle in handles:
+        handle.remove()
+    gradients = torch.autograd.grad(score, [pixels, *(zeros for zeros, _ in added)])
+    total = sum(min_max(np.abs(channel), epsilon) for channel in (image * gradients[0][0]).detach().numpy())
+    for g, (_, layer) in zip(gradients[1:], added, strict=True):
+        bias: Any = layer.bias
+        if isinstance(layer, nn.BatchNorm2d):
+            bias = layer.bias - layer.weight * layer.running_mean / (layer.running_var + layer.eps).sqrt()
+        for b, channel in zip(bias.detach().numpy(), g[0].numpy(), strict=True):
+            total = total + bilinear(min_max(np.abs(b * channel), epsilon), *image.shape[1:])
+    found: Array = total
+    return found

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from sigcam.core.errors import ConfigError
+from sigcam.methods.formulas import CPU_BATCH, GPU_BATCH
 from sigcam.methods.function_calls import FunctionCalls, NoRule
 from sigcam.methods.probe import Probe, report_share
 from sigcam.methods.registry import method
@@ -25,7 +27,6 @@ from sigcam.network.modules import ACTIVATIONS
 from sigcam.network.pass_memory import smaller_batch
 
 log = logging.getLogger("sigcam")
-CPU_BATCH, GPU_BATCH = 4, 32  # images per pass
 NOISE = 0.15  # of the image's range: the paper recommends 10 to 20 %
 INCOMPLETE = 0.01  # of the score's difference
 
@@ -35,8 +36,8 @@ _POOL_SETTINGS = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 _MOVES = (  # they move or repeat numbers
     "view reshape flatten unflatten permute transpose swapaxes movedim squeeze unsqueeze expand expand_as "
     "repeat __getitem__ select narrow chunk split unbind cat concat stack pad roll flip contiguous clone to "
-    "type float double half bfloat16 detach dropout dropout1d dropout2d alpha_dropout feature_dropout pixel_shuffle "
-    "pixel_unshuffle channel_shuffle unfold view_as reshape_as gather index_select"
+    "type float double half bfloat16 detach dropout dropout1d dropout2d alpha_dropout feature_dropout "
+    "pixel_shuffle pixel_unshuffle channel_shuffle unfold view_as reshape_as gather index_select"
 )
 _LINEAR = (  # sums with constant weights, or the largest of some numbers; "score" is that of the class
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear batch_norm mean sum add "
@@ -74,7 +75,7 @@ def deeplift(probe: Probe) -> Tensor:
     return _pixels(signed_deeplift(probe))
 
 
-@method("lrp", gives="pixels", signed=False, package="captum", passes=2)
+@method("lrp", gives="pixels", needs="rules", signed=False, package="captum", passes=2)
 def lrp(probe: Probe) -> Tensor:
     """Relevance passed back by the epsilon rule in every layer (Bach et al., 2015), which in a network of
     ReLUs is gradient times image; for networks without attention and layer normalisation."""
@@ -125,7 +126,7 @@ def signed_deeplift(probe: Probe) -> Tensor:
     from captum.attr import DeepLift
 
     def attribute(job: Job) -> Tensor:
-        calls = FunctionCalls(job.scores, _rescaled, job.image)
+        calls = FunctionCalls(job.scores, _rescaled, job.image, _without_overlap)
         with warnings.catch_warnings(action="ignore"):  # that hooks are set, and removed
             found: Tensor = DeepLift(calls).attribute(job.image)
         job.check_complete(found, "only activations and max pooling have rules, other products gradients")
@@ -140,12 +141,47 @@ def _rescaled(
     """Return the module for which captum has the rule of this function; its rule of a ReLU is that of every
     activation that works on each number by itself."""
     if name in _MAX_POOLS:
-        given = dict(zip(_POOL_SETTINGS, args[1:], strict=False)) | kwargs
-        pool: nn.Module = _MAX_POOLS[name](**{key: given[key] for key in _POOL_SETTINGS if given.get(key)})
+        pool: nn.Module = _MAX_POOLS[name](**_pool_settings(args, kwargs))
         return pool
     if name == "softmax":
         return nn.Softmax(kwargs.get("dim", args[1] if len(args) > 1 else -1))
     return nn.ReLU() if name in ACTIVATIONS and len(varied) == 1 else None
+
+
+def _pool_settings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a call of max pooling that are not the default."""
+    given = dict(zip(_POOL_SETTINGS, args[1:], strict=False)) | kwargs
+    return {key: given[key] for key in _POOL_SETTINGS if given.get(key)}
+
+
+def _without_overlap(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Tensor] | None:
+    """Return max pooling of copies of overlapping windows side by side: captum's rule takes one maximum for a
+    number."""
+    if name != "max_pool2d":
+        return None
+    image, settings = args[0], _pool_settings(args, kwargs)
+    kernel, padding, dilation = (
+        (value, value) if isinstance(value, int) else tuple(value)
+        for value in (settings["kernel_size"], settings.get("padding", 0), settings.get("dilation", 1))
+    )
+    stride = settings.get("stride", kernel)
+    stride = (stride, stride) if isinstance(stride, int) else tuple(stride)
+    if all(step >= size for step, size in zip(stride, kernel, strict=True)) and dilation == (1, 1):
+        return None
+
+    def pooled() -> Tensor:
+        size = F.max_pool2d(image.detach(), **settings).shape[-2:]
+        edges = list[int]()
+        for axis in (1, 0):  # the last one first
+            reach = (size[axis] - 1) * stride[axis] + dilation[axis] * (kernel[axis] - 1) + 1
+            edges += [padding[axis], max(0, reach - padding[axis] - image.shape[axis - 2])]
+        padded = F.pad(image, edges, value=float(image.detach().amin()) - 1)  # never the maximum
+        windows = F.unfold(padded, kernel, dilation, stride=stride)  # (B, C * k * k, P * Q)
+        windows = windows.unflatten(1, (image.shape[1], -1)).transpose(2, 3).flatten(2)
+        out: Tensor = F.max_pool1d(windows, kernel[0] * kernel[1]).unflatten(2, tuple(size))
+        return out
+
+    return pooled
 
 
 def signed_lrp(probe: Probe) -> Tensor:
@@ -155,7 +191,8 @@ def signed_lrp(probe: Probe) -> Tensor:
     def attribute(job: Job) -> Tensor:
         def score(logits: Tensor) -> Tensor:
             if has_torch_function_unary(logits):  # one function to the rules
-                return handle_torch_function(score, (logits,), logits)
+                found: Tensor = handle_torch_function(score, (logits,), logits)
+                return found
             return job.score(logits)
 
         calls = FunctionCalls(lambda images: score(job.logits(images)), _with_rule, job.image)
@@ -224,7 +261,7 @@ class Job:
         total = float(found.sum(dtype=torch.float64))
         if abs(total - (score - reference)) > INCOMPLETE * max(abs(score - reference), INCOMPLETE):
             log.warning(
-                "image %d: attributions add up to %.3g, and the score differs from the reference's by %.3g: %s",
+                "image %d: attributions add up to %.3g, and the score changes from the reference by %.3g: %s",
                 self.index,
                 total,
                 score - reference,

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sigcam.core.errors import ConfigError
 from sigcam.methods.postprocess import resize, unit_range
 from sigcam.methods.probe import Probe, report_share
 from sigcam.methods.registry import method
@@ -25,22 +24,22 @@ _BATCH_NORM = inspect.signature(F.batch_norm)
 @method("guided-backpropagation", gives="pixels", signed=False, aliases=("guidedbackprop",))
 def guided_backpropagation(probe: Probe) -> Tensor:
     """The score's gradient with respect to each pixel, of which every ReLU lets only the positive part pass
-    (Springenberg et al., 2015); the sum over channels of absolute values."""
+    (Springenberg et al., 2015); without ReLUs it is the gradient."""
     return guided_gradients(probe).abs().sum(2)
 
 
 @method("fullgrad", gives="pixels", signed=False, aliases=("fullgradient",))
 def fullgrad(probe: Probe) -> Tensor:
-    """Image times gradient, and for each channel of each layer bias times gradient, all as absolute values
-    scaled from 0 to 1, enlarged and added up (Srinivas and Fleuret, 2019), for convolutional networks."""
+    """Image times gradient, and bias times gradient of each layer: absolute values of each channel, scaled
+    from 0 to 1, enlarged and added up (Srinivas and Fleuret, 2019), for convolutional networks."""
     rows = []
-    for image, classes in _scored_images(probe, recorder := _Biases()):
+    for image, classes in scored_images(probe, recorder := BiasCalls()):
         maps = []
         for score in classes:
             by_image, *by_layer = torch.autograd.grad(
                 score, [image, *recorder.outputs], retain_graph=True, allow_unused=True
             )
-            parts = [(image.detach() * by_image).abs().sum(1, keepdim=True)]
+            parts = [(image.detach() * by_image).abs()]
             parts += [g.mul(b).abs() for g, b in zip(by_layer, recorder.biases, strict=True)
                       if g is not None and g.ndim == 4]  # fmt: skip
             each = [unit_range(at_least_float32(part)).sum(1, keepdim=True) for part in parts]
@@ -52,18 +51,13 @@ def fullgrad(probe: Probe) -> Tensor:
 def guided_gradients(probe: Probe) -> Tensor:
     """Return (B, K, C, H, W) guided gradients."""
     rows = []
-    for image, classes in _scored_images(probe, guide := _PositiveGradients()):
-        if not guide.seen:
-            kind = type(probe.net.model).__name__
-            raise ConfigError(
-                f"guided-backpropagation changes the gradient of ReLUs, and {kind} has none: use 'saliency'."
-            )
+    for image, classes in scored_images(probe, GuidedCalls()):
         gradients = [torch.autograd.grad(score, image, retain_graph=True)[0][0] for score in classes]
         rows.append(torch.stack([at_least_float32(gradient) for gradient in gradients]))
     return torch.stack(rows)
 
 
-def _scored_images(probe: Probe, mode: _Seeing) -> Iterator[tuple[Tensor, list[Tensor]]]:
+def scored_images(probe: Probe, mode: SeenCalls) -> Iterator[tuple[Tensor, list[Tensor]]]:
     """Yield each image (1, C, H, W), and the scores of its classes, run under the mode."""
     images = probe.forward_pass.images
     for i in range(len(images)):
@@ -77,7 +71,7 @@ def _scored_images(probe: Probe, mode: _Seeing) -> Iterator[tuple[Tensor, list[T
         report_share((i + 1) / len(images))
 
 
-class _Seeing(TorchFunctionMode):
+class SeenCalls(TorchFunctionMode):
     """Sees the calls of torch functions whose result depends on the image."""
 
     def clear(self) -> None:
@@ -96,22 +90,16 @@ class _Seeing(TorchFunctionMode):
         return out
 
 
-class _PositiveGradients(_Seeing):
+class GuidedCalls(SeenCalls):
     """Lets the positive part of the gradient pass each ReLU."""
-
-    seen = False
-
-    def clear(self) -> None:
-        self.seen = False
 
     def see(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
         if name in _RELUS:
-            self.seen = True
             out.register_hook(lambda gradient: gradient.clamp(min=0))
         return out
 
 
-class _Biases(_Seeing):
+class BiasCalls(SeenCalls):
     """Keeps the outputs of all layers that add a bias, and the bias of each, in the output's shape."""
 
     def __init__(self) -> None:

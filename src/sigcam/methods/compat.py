@@ -115,9 +115,9 @@ class _Cam:
         run = partial(at_layers, batch_size=self.batch_size, **smoothing)
         if not isinstance(parsed, list):
             parts = [run(images, classes=parsed, target=score)]
-        elif METHODS[self.method].perturbs is None:
+        elif METHODS[self.method].perturbs is None and METHODS[self.method].gives != "pixels":
             parts = [run(images, target=_batch_target(parsed))]
-        else:  # each target scores many variants of its image
+        else:  # each target scores its image alone, or many variants of it
             pairs = zip(images.split(1), parsed, strict=True)
             parts = [run(image, target=_batch_target([target])) for image, target in pairs]
         return torch.cat([ex.maps for ex in parts]).float().cpu().numpy()

@@ -10,6 +10,7 @@ from sigcam.methods.registry import METHODS, MapConfig
 from sigcam.network.dual import DualBranch
 
 LONG = 200  # passes an image
+TIMED = 4  # images in the passes that are timed
 BACKWARD = 3  # what a pass with gradients takes, in forward passes
 
 
@@ -19,14 +20,16 @@ def is_long(config: MapConfig) -> bool:
 
 
 def cost_note(net: DualBranch, config: MapConfig) -> str:
-    """Return how many passes an image takes, and about how long on this machine: "rise: 4000 passes an image, about
-    2 minutes"; by the time of one pass."""
+    """Return how many passes an image takes, and about how long on this machine, by the time of one:
+    "rise: 4000 passes an image, about 2 minutes"."""
     config = config.checked()
-    method, example = METHODS[config.method], net.example
-    net.run(example)  # the first one takes longer
-    began = perf_counter()
-    float(net.run(example).softmax[0, 0])  # waits for a GPU
-    seconds = (perf_counter() - began) * config.passes * (1 if method.perturbs == "images" else BACKWARD)
+    method, images = METHODS[config.method], net.example.repeat(TIMED, 1, 1, 1)
+    times = list[float]()
+    for _ in range(3):  # the first one takes longer
+        began = perf_counter()
+        float(net.run(images).softmax[0, 0])  # waits for a GPU
+        times.append((perf_counter() - began) / TIMED)
+    seconds = min(times) * config.passes * (1 if method.perturbs == "images" else BACKWARD)
     about = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
     each = "" if method.perturbs == "images" else ", and class"
     return f"{config.method}: {config.passes} passes an image{each}, about {about}"

@@ -16,6 +16,7 @@ from torch import Tensor
 from sigcam.core.errors import ConfigError
 from sigcam.core.memory import check_memory
 from sigcam.core.types import GridSize
+from sigcam.methods.cost import is_long
 from sigcam.methods.explanation import Explanation, is_calibrated
 from sigcam.methods.formulas import first_component
 from sigcam.methods.inputs import Classes, ImageSource, Scores, as_batch, choose_classes, output_size
@@ -73,18 +74,19 @@ def explain(
         scale: "unit" scales each map to [0, 1]; "raw" is signed, in logits: no ReLU, no scaling; "logit"
             scores cells so that their mean is the branch's logit, bias included; "probability" is the sigmoid
             of that, calibrated for this size of image, and can be compared between images and classes.
-        size: "image" (default), "features" keeps P x Q (default for "all"), or (height, width). Maps of pixels
-            are averaged where they become smaller.
+        size: "image" (default), "features" keeps P x Q (default for "all"), or (height, width); maps of
+            pixels are averaged where they become smaller.
         layers: Layers (names or modules) whose maps are fused: by their mean, or as Layer-CAM does.
         zoom: Draw maps from the image enlarged by this factor; class and scores stay those of the image.
         stride: 1 runs a convolutional network's last stage without its stride: maps twice as fine.
         aug_smooth: Average over the image and its mirror image, each at 0.9, 1 and 1.1 times its values.
         eigen_smooth: Keep the first principal component of the weighted channels, instead of their sum: less
             noise. For methods that weight channels, and unit or raw maps.
-        batch_size: Number of altered images (Score-CAM, maps of pixels) or variants of F (Ablation-CAM) per pass;
-            fewer where memory is short.
+        batch_size: Number of altered images (Score-CAM, maps of pixels) or variants of F (Ablation-CAM) per
+            pass; fewer where memory is short.
         top_n: Number of channels that Score-CAM tries: those that vary most over the image.
-        samples: Number of masks (RISE), noises (SmoothGrad) or steps (integrated gradients, extremal perturbation).
+        samples: Number of masks (RISE), noises (SmoothGrad) or steps (integrated gradients, extremal
+            perturbation).
     """
     if not isinstance(net, DualBranch):
         kind = type(net).__name__
@@ -100,6 +102,8 @@ def explain(
         raise ConfigError("layers is a list of layers, such as layers=['layer3', 'layer4'].")
     if layers and METHODS[config.method].gives == "pixels":
         raise ConfigError(f"{config.method} explains pixels, not a layer: leave layers out.")
+    if is_long(config):
+        log.info("%s: %d passes an image", config.method, config.passes)
     batch, seen = as_batch(net, images)
     points = tuple(net.feature_point(layer) for layer in layers) if layers else (net.split.point,)
     if len(points) > 1 and scale != "unit":

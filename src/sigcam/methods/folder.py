@@ -134,8 +134,9 @@ def explain_samples(
                 kept = {"rows": rows[id], "stamp": stamps[id], "files": _files(output, names[id])}
                 lines[id] = json.dumps(kept)
             checkpoint.save({"images": list(lines.values())})
-        if progress and rows and not slow:
-            progress("maps", len(rows) + len(skipped), len(samples))
+        if progress and rows:
+            stage, each = ("passes", config.passes) if slow else ("maps", 1)
+            progress(stage, each * (len(rows) + len(skipped)), each * len(samples))
     if not rows:
         raise DataError(f"none of the {len(samples)} images could be read; the first: {skipped[0][1]}")
     return MapFolder([row for id in ids for row in rows.get(id, ())], skipped, checkpoint)

@@ -237,21 +237,23 @@ def seg_eigen_cam(probe: Probe) -> Tensor:
 
 @method("kpca-cam", gives="maps", class_specific=False, signed=False, light=True)
 def kpca_cam(probe: Probe) -> Tensor:
-    """The cells' first component by kernel PCA, less their mean, by the kernel tanh(x y / N + 1) (Karmani et
-    al., 2024), with the sign that makes the map positive where activations are strong; the same for all
-    classes."""
-    cells = probe.features[:, 0].flatten(2).mT.double()  # (B, L, N)
-    usable = torch.isfinite(cells).flatten(1).all(1)[:, None]  # else the solver raises for the whole batch
-    cells = torch.where(usable[..., None], cells, 0.0)
-    strengths = cells.norm(dim=-1)  # (B, L)
-    cells = cells - cells.mean(1, keepdim=True)  # x
-    kernel = torch.tanh(cells @ cells.mT / cells.shape[-1] + 1)  # (B, L, L)
-    kernel = kernel - kernel.mean(1, keepdim=True) - kernel.mean(2, keepdim=True) + kernel.mean((1, 2), True)
+    """The cells' first component by kernel PCA (Karmani et al., 2024), with the kernel tanh(x y / N + 1) of
+    cells less their mean and the sign that makes the map positive where activations are strong; the same for
+    all classes."""
+    components = [_kernel_component(cells.double()) for cells in probe.features[:, 0].flatten(2).mT]
+    return torch.stack(components).to(probe.features).reshape(-1, 1, *probe.features.shape[-2:])
+
+
+def _kernel_component(cells: Tensor) -> Tensor:
+    """Return (L,) the first component of one image's cells (L, N) by kernel PCA; NaN if one is not finite."""
+    if not bool(torch.isfinite(cells).all()):
+        return torch.full_like(cells[:, 0], float("nan"))
+    centred = cells - cells.mean(0)
+    kernel = torch.tanh(centred @ centred.mT / cells.shape[1] + 1)  # (L, L)
+    kernel = kernel - kernel.mean(0) - kernel.mean(1, keepdim=True) + kernel.mean()
     values, vectors = torch.linalg.eigh(kernel)
-    component = vectors[..., -1] * values[:, -1:].clamp(min=0).sqrt()  # (B, L)
-    upright = (component * strengths).sum(-1, keepdim=True) >= 0
-    component = torch.where(usable, torch.where(upright, component, -component), float("nan"))
-    return component.to(probe.features).reshape(len(cells), 1, *probe.features.shape[-2:])
+    component: Tensor = vectors[:, -1] * values[-1].clamp(min=0).sqrt()
+    return component if component @ cells.norm(dim=1) >= 0 else -component
 
 
 @method("fem", gives="maps", class_specific=False, signed=False, light=True)

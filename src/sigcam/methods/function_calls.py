@@ -1,4 +1,4 @@
-"""FunctionCalls: a function of images as a module in which each call of a torch function is one of its own."""
+"""FunctionCalls: a function of images as a module in which calls of torch functions are modules too."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sigcam.core.errors import ConfigError
 from sigcam.network.trace import agree
 
 Arguments = dict[str, Any]
+Rewriter = Callable[[str, tuple[Any, ...], Arguments], Callable[[], Tensor] | None]
 Chooser = Callable[[str, tuple[Any, ...], Arguments, list[Tensor]], nn.Module | None]
 
 
@@ -22,21 +23,27 @@ class NoRule(Exception):
 
 
 class FunctionCalls(nn.Module):
-    """Runs `function`; where `choose` returns a module for a call of a torch function, hooks on that module see
-    the call.
+    """Runs `function`; hooks on a module that `choose` returns for a call of a torch function see the call.
 
     Methods that hook modules work with it whatever a network calls: functions instead of modules, a module
     several times, or in place. The network's own modules get no hook, and only these modules are visible.
 
     Args:
-        choose: takes the function's name, its arguments and those of them that depend on the image. To a module
-            with `gated = True`, all of these but the largest are constants.
+        choose: takes the function's name, its arguments and those of them that depend on the image. To a
+            module with `gated = True`, all of these but the largest are constants.
+        rewrite: returns what to run in place of a call of a function, if anything.
     """
 
-    def __init__(self, function: Callable[[Tensor], Tensor], choose: Chooser, images: Tensor) -> None:
+    def __init__(
+        self,
+        function: Callable[[Tensor], Tensor],
+        choose: Chooser,
+        images: Tensor,
+        rewrite: Rewriter = lambda name, args, kwargs: None,
+    ) -> None:
         super().__init__()
         self.calls = nn.ModuleList()
-        self.function, self.choose = function, choose
+        self.function, self.choose, self.rewrite = function, choose, rewrite
         leaf = images.detach().clone().requires_grad_()
         with torch.enable_grad():
             plain = function(leaf)
@@ -47,7 +54,7 @@ class FunctionCalls(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the function's value, through the modules."""
-        with _Routing(self) as routing:
+        with torch.enable_grad(), _Routing(self) as routing:
             out = self.function(images)
         if routing.done != len(self.calls):
             raise ConfigError("this network does not run the same functions in each pass.")
@@ -69,6 +76,10 @@ class _Routing(TorchFunctionMode):
         varied = [i for i, leaf in enumerate(leaves) if depends_on_image(leaf)]
         if not varied or name == "__get__":
             return func(*args, **kwargs)
+        instead = self.owner.rewrite(name, args, kwargs)
+        if instead is not None:
+            with self:
+                return instead()
         try:
             module = self.owner.choose(name, args, kwargs, [leaves[i] for i in varied])
         except NoRule:

@@ -17,9 +17,9 @@ from sigcam.methods.targets import at_least_float32
 from sigcam.network.pass_memory import smaller_batch
 
 # RISE (Petsiuk et al., 2018, Sec. 3.2 and 4)
-CELLS, SHOWN = 7, 0.5  # cells of a mask each way, and the probability with which one is shown
+MASK_CELLS, SHARE_SHOWN = 7, 0.5  # cells of a mask each way, and the probability with which one is shown
 
-# Extremal perturbations (Fong et al., 2019); lengths are those of an image with 224 pixels on its shorter side
+# Extremal perturbations (Fong et al., 2019); lengths are those of an image of 224 pixels on its shorter side
 SIDE = 224
 STEP, RADIUS, BLUR = (
     7,
@@ -30,13 +30,13 @@ LEVELS = 8  # blurred images, between which others are interpolated
 TEMPERATURE = 1 / 20  # of the smooth maximum
 AREAS = (0.025, 0.05, 0.1, 0.2)  # of the image; the masks are added up and smoothed, as for the pointing game
 SMOOTHING = 0.09  # standard deviation, of the shorter side
-RATE, MOMENTUM, PENALTY = 0.01, 0.9, 300.0  # of gradient descent; the penalty doubles after each third of it
+RATE, MOMENTUM, PENALTY = 0.01, 0.9, 300.0  # of gradient ascent; the penalty doubles after each third of it
 
 
 @method("rise", gives="pixels", finish="min-max", perturbs="images", signed=False, samples=4000)
 def rise(probe: Probe) -> Tensor:
-    """Random masks added up, each weighted by the score of the image seen through it (Petsiuk et al., 2018); the
-    paper's score is the probability: `target="probability"`."""
+    """Random masks added up, each weighted by the score of the image seen through it (Petsiuk et al., 2018);
+    the paper's score is the probability: `target="probability"`."""
     images, count = probe.forward_pass.images, probe.samples
     usual = probe.batch_size or (CPU_BATCH if images.device.type == "cpu" else GPU_BATCH)
     batch = smaller_batch(min(usual, count), probe.net, images)
@@ -54,24 +54,24 @@ def rise(probe: Probe) -> Tensor:
             scores = probe.rescore(i, images=images[i] * masks[:, None].to(images.dtype), net=net)  # (R, K)
             maps[i] += torch.einsum("rk,rhw->khw", scores.double(), masks.double())
         report_share(min(start + batch, count) / count)
-    return (maps / (count * SHOWN)).to(probe.features.dtype)
+    return (maps / (count * SHARE_SHOWN)).to(probe.features.dtype)
 
 
 def random_grids(count: int, image: GridSize) -> tuple[Tensor, Tensor]:
-    """Return (N, 7, 7) cells that are shown or not, and (N, 2) shifts in pixels, up to the size of a cell; the
-    same for every image of that size."""
+    """Return (N, 7, 7) cells that are shown or not, and (N, 2) shifts in pixels, up to the size of a cell;
+    the same for every image of that size."""
     generator = torch.Generator().manual_seed(0)
-    grids = (torch.rand(count, CELLS, CELLS, generator=generator) < SHOWN).float()
+    grids = (torch.rand(count, MASK_CELLS, MASK_CELLS, generator=generator) < SHARE_SHOWN).float()
     rows, columns = (
-        torch.randint(math.ceil(side / CELLS) + 1, (count,), generator=generator) for side in image
+        torch.randint(math.ceil(side / MASK_CELLS) + 1, (count,), generator=generator) for side in image
     )
     return grids, torch.stack([rows, columns], 1)
 
 
 def grown_masks(grids: Tensor, shifts: Tensor, image: GridSize) -> Tensor:
-    """Return (N, H, W) masks in [0, 1]: grids enlarged bilinearly to one cell more than the image, and cut out
-    at the shifts."""
-    height, width = ((CELLS + 1) * math.ceil(side / CELLS) for side in image)
+    """Return (N, H, W) masks in [0, 1]: grids enlarged bilinearly to one cell more than the image, and cut
+    out at the shifts."""
+    height, width = ((MASK_CELLS + 1) * math.ceil(side / MASK_CELLS) for side in image)
     grown = resize(grids[:, None], GridSize(height, width), "bilinear")[:, 0]
     cut = [
         mask[y:, x:][: image.height, : image.width]
@@ -89,8 +89,8 @@ def grown_masks(grids: Tensor, shifts: Tensor, image: GridSize) -> Tensor:
     aliases=("extremal",),
 )
 def extremal_perturbation(probe: Probe) -> Tensor:
-    """The smooth masks of four given areas that keep the score highest while all else is blurred (Fong et al.,
-    2019), added up and smoothed by a Gaussian."""
+    """The smooth masks of four given areas that keep the score highest while all else is blurred (Fong et
+    al., 2019), added up and smoothed by a Gaussian."""
     images = probe.forward_pass.images
     usual = probe.batch_size or len(AREAS)
     batch = smaller_batch(min(usual, len(AREAS)), probe.net, images, grad="images")
@@ -119,20 +119,20 @@ def best_masks(probe: Probe, index: int, k: int, areas: Tensor, shares: tuple[fl
     pixels = torch.arange(size.height * size.width, device=image.device)
     hidden = ((1 - areas.double()) * len(pixels)).round().to(image.device)
     wanted = (pixels >= hidden[:, None]).to(exact)  # (A, H*W) zeros, then ones
-    grid = torch.ones(len(areas), *points, dtype=exact.dtype, device=image.device)
-    grid, speed, penalty = grid.requires_grad_(), torch.zeros_like(grid), PENALTY
+    grid = torch.full((len(areas), *points), 0.5, dtype=exact.dtype, device=image.device)
+    grid, speed, penalty = grid.requires_grad_(), torch.zeros_like(grid), 0.0
     for step in range(probe.samples):
         with torch.enable_grad():
             masks = smooth_masks(grid, kernel, size)
             shown = shown_through(masks, levels).to(image.dtype)
             score = probe.score_of(probe.image_logits(shown), index, k)
-            excess = (masks.flatten(1).sort(1).values - wanted).square().mean(1)
+            excess = (masks.flatten(1).sort(dim=1, stable=True).values - wanted).square().mean(1)
             (slope,) = torch.autograd.grad((score - penalty * excess).sum(), grid)
         with torch.no_grad():
             speed = MOMENTUM * speed + slope
             grid = (grid + RATE * speed).clamp(0, 1).requires_grad_()
-        if step + 1 in (probe.samples // 3, 2 * probe.samples // 3):
-            penalty *= 2
+        # the first step follows the score alone, which puts points in order that were equal
+        penalty = PENALTY * 2 ** (3 * (step + 1) // probe.samples)
         before, share, jobs = shares
         report_share((before + share * (step + 1) / probe.samples) / jobs)
     return smooth_masks(grid.detach(), kernel, size)
@@ -145,8 +145,8 @@ def mask_grid(image: GridSize) -> GridSize:
 
 
 def mask_kernel(image: GridSize, points: GridSize) -> Tensor:
-    """Return (points, points) the kernel's value for each two points: exp(-max(0, d - 1)^2 / 4) at distance d, in
-    units of its radius."""
+    """Return (points, points) the kernel's value for each two points: exp(-max(0, d - 1)^2 / 4) at distance
+    d, in units of its radius."""
     rows, columns = (
         (torch.arange(count, dtype=torch.float64) + 0.5) * side / count
         for count, side in zip(points, image, strict=True)

@@ -28,9 +28,8 @@ def unit_range(maps: Tensor, eps: float = 0.0) -> Tensor:
 def finish_maps(maps: Tensor, method: str, size: GridSize, scale: Scale) -> Tensor:
     """Return (B, K, P, Q) maps as score maps (B, K, H, W), finished as the method asks (PROTOCOL 4.3)."""
     min_max = METHODS[method].finish == "min-max"
-    if METHODS[method].gives == "pixels" and tuple(maps.shape[-2:]) > tuple(
-        size
-    ):  # else most would be skipped
+    shrinks = maps.shape[-2] >= size[0] and maps.shape[-1] >= size[1]
+    if METHODS[method].gives == "pixels" and shrinks:  # else most pixels would be skipped
         maps = F.adaptive_avg_pool2d(maps, size)
     if scale != "unit":
         return resize(maps, size, "bicubic" if min_max and scale != "probability" else "bilinear")

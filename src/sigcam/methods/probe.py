@@ -37,7 +37,7 @@ def no_autocast(tensor: Tensor) -> torch.autocast:
 
 @contextmanager
 def shares_reported(report: Callable[[float], None]) -> Iterator[None]:
-    """Call `report` with the share of a batch that is done, while a method that takes long runs in the block."""
+    """Call `report` with the share of a batch that is done, while a slow method runs in the block."""
     token = _REPORT.set(report)
     try:
         yield

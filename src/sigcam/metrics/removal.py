@@ -10,7 +10,7 @@ from sigcam.core.errors import DataError
 from sigcam.metrics.base import Ids, ImageMetric, image_names, same_length, unit
 
 FRACTIONS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of the pixels that are removed
-NEIGHBOURS = ((1 / 12, 1 / 6, 1 / 12), (1 / 6, 0.0, 1 / 6), (1 / 12, 1 / 6, 1 / 12))
+NEIGHBOUR_WEIGHTS = ((1 / 12, 1 / 6, 1 / 12), (1 / 6, 0.0, 1 / 6), (1 / 12, 1 / 6, 1 / 12))
 RESIDUAL, MAX_STEPS = 1e-6, 1000  # at which the solver stops, in the images' unit
 
 
@@ -78,7 +78,7 @@ def impute(images: Tensor, removed: Tensor, *, noise: float = 0.01, seed: int = 
     Gaussian noise. The equations of all removed pixels are solved together, by conjugate gradients."""
     planes, gone = images.flatten(0, 1)[:, None], removed[:, None].repeat_interleave(images.shape[1], 0)
     planes = planes if planes.dtype == torch.float64 else planes.float()
-    kernel = planes.new_tensor(NEIGHBOURS)[None, None]
+    kernel = planes.new_tensor(NEIGHBOUR_WEIGHTS)[None, None]
     gone = gone.to(planes)  # (B * channels, 1, H, W)
     degree = F.conv2d(torch.ones_like(planes[:1]), kernel, padding=1)
 

@@ -192,11 +192,11 @@ class DualBranch(nn.Module):
     def run_from_images(self, images: Tensor) -> ForwardPass:
         """Run one pass with logits that are differentiable with respect to the images; weights are constant,
         so the model's parameters get no gradient."""
-        with torch.inference_mode(False), torch.enable_grad(), fresh_autocast_cache():
-            with plain_layers(), constant_weights():
-                hooked = self._hooked((self.split.point,), images, whole=True)
-                with hooked:
-                    return self._read(hooked, hooked.logits, images)[0]
+        recording = torch.inference_mode(False), torch.enable_grad(), constant_weights()
+        with recording[0], recording[1], recording[2], fresh_autocast_cache(), plain_layers():
+            hooked = self._hooked((self.split.point,), images, whole=True)
+            with hooked:  # it makes constants of the sigmoid branch's weights too
+                return self._read(hooked, hooked.logits, images)[0]
 
     def _read(
         self, hooked: HookedPass | CompiledOutputs, softmax: Tensor, images: Tensor

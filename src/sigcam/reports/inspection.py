@@ -165,6 +165,11 @@ def usable_methods(net: DualBranch) -> list[str]:
         rollout_maps(net, random_images(net))
     except DataError:
         missing.add("attention")
+    for name in (name for name, method in METHODS.items() if method.needs == "rules" and method.available):
+        try:
+            explain_pass(net, net.run(random_images(net)[:1]), MapConfig(name, "softmax"), classes=0)
+        except DataError:
+            missing.add("rules")
     return [name for name, method in METHODS.items() if method.needs not in missing and method.available]
 
 

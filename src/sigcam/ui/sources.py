@@ -14,6 +14,7 @@ from sigcam.network.opening import has_shipped_branch, open_network
 from sigcam.ui.serve import UiOptions
 
 MAX_PASSES = 100  # an image
+SCORE_CAM_CHANNELS = 64
 ZOOM = 1.0  # the page does not enlarge images
 SYNTHETIC_NOTICE = (
     "The examples are synthetic birds, which an ImageNet classifier does not know. Drop a photograph, or "
@@ -49,8 +50,14 @@ def available_methods(nets: Sequence[DualBranch]) -> list[str]:
     return [
         name
         for name, method in METHODS.items()
-        if method.needs != missing and method.available and MapConfig(name).passes <= MAX_PASSES
+        if method.needs != missing and method.available and _passes(name) <= MAX_PASSES
     ]
+
+
+def _passes(method: str) -> int:
+    """Return how many passes a method takes on the page."""
+    each = SCORE_CAM_CHANNELS if METHODS[method].tries_channels else 1
+    return MapConfig(method).passes * each
 
 
 def why_relative(source: Source, method: str) -> str:

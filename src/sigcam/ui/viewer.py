@@ -26,11 +26,10 @@ from sigcam.metrics.boxes import boxes_at
 from sigcam.models.preprocess import Preprocess
 from sigcam.network.calibration import LogitScale
 from sigcam.network.dual import DualBranch, ForwardPass, linear_weight
-from sigcam.ui.sources import ZOOM, Source, class_label, same_class, why_relative
+from sigcam.ui.sources import SCORE_CAM_CHANNELS, ZOOM, Source, class_label, same_class, why_relative
 
 DISPLAY_SIDE = 288  # pixels of the longer side
 MAX_PANELS = 12
-SCORE_CAM_CHANNELS = 64
 TOP_CLASSES = 5
 PanelScale = Literal["unit", "signed", "absolute"]
 RelativeBox = tuple[float, float, float, float]  # xyxy, as fractions of width and height

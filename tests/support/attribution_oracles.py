@@ -1,0 +1,136 @@
+"""RISE and extremal perturbations as slow loops, from the formulas of their papers, for one image."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from support.method_oracles import Array
+
+Score = Callable[[Tensor], Tensor]  # (C, H, W) -> a number
+
+
+def rise_map(score: Score, image: Tensor, grids: Tensor, shifts: Tensor) -> Array:
+    """S = 1 / (N p) sum f(I * M) M, with masks enlarged between pixel centres and cut out at their shifts."""
+    height, width = image.shape[1:]
+    cells = grids.shape[1]
+    tall, wide = -(-height // cells), -(-width // cells)  # pixels of a cell
+    total = np.zeros((height, width))
+    for grid, (down, right) in zip(grids.numpy(), shifts.tolist(), strict=True):
+        mask = np.zeros((height, width))
+        for y in range(height):
+            for x in range(width):
+                place = (y + down + 0.5) * cells / ((cells + 1) * tall) - 0.5
+                across = (x + right + 0.5) * cells / ((cells + 1) * wide) - 0.5
+                mask[y, x] = between(grid, place, across)
+        total += float(score(image * torch.from_numpy(mask))) * mask
+    return total / (len(grids) * 0.5)
+
+
+def between(grid: Array, y: float, x: float) -> float:
+    """The bilinear value at a place that may be between cells; outside, that of the nearest cell."""
+    rows, columns = grid.shape
+    y, x = min(max(y, 0.0), rows - 1.0), min(max(x, 0.0), columns - 1.0)
+    y0, x0 = int(y), int(x)
+    y1, x1 = min(y0 + 1, rows - 1), min(x0 + 1, columns - 1)
+    top = (1 - (x - x0)) * grid[y0, x0] + (x - x0) * grid[y0, x1]
+    bottom = (1 - (x - x0)) * grid[y1, x0] + (x - x0) * grid[y1, x1]
+    return float((1 - (y - y0)) * top + (y - y0) * bottom)
+
+
+def gaussian(image: Tensor, sigma: float) -> Tensor:
+    """The image (C, H, W) under a Gaussian of three standard deviations each way, its edges repeated."""
+    reach = math.ceil(3 * sigma)
+    if reach == 0:
+        return image
+    height, width = image.shape[1:]
+    weights = {d: math.exp(-(d**2) / (2 * sigma**2)) for d in range(-reach, reach + 1)}
+    norm = sum(weights.values())
+    rows, out = torch.zeros_like(image), torch.zeros_like(image)
+    for x in range(width):
+        for d, weight in weights.items():
+            rows[:, :, x] += weight / norm * image[:, :, min(max(x + d, 0), width - 1)]
+    for y in range(height):
+        for d, weight in weights.items():
+            out[:, y] += weight / norm * rows[:, min(max(y + d, 0), height - 1)]
+    return out
+
+
+def extremal_map(score: Score, image: Tensor, points: tuple[int, int], steps: int) -> Array:
+    """The sum of the masks of 2.5, 5, 10 and 20 % of the image, under a Gaussian of 9 % of its side."""
+    total = torch.zeros(image.shape[1:], dtype=torch.float64)
+    for area in (0.025, 0.05, 0.1, 0.2):
+        total = total + extremal_mask(score, image, points, area, steps)
+    smooth: Array = gaussian(total[None], 0.09 * min(image.shape[1:]))[0].numpy()
+    return smooth
+
+
+def extremal_mask(score: Score, image: Tensor, points: tuple[int, int], area: float, steps: int) -> Tensor:
+    """Gradient ascent of score - penalty * area loss over a mask's points, one area alone."""
+    height, width = image.shape[1:]
+    unit = min(height, width) / 224
+    blurs = [gaussian(image, 20 * unit * (7 - level) / 7) for level in range(8)]
+    places = [
+        ((i + 0.5) * height / points[0], (j + 0.5) * width / points[1])
+        for i in range(points[0])
+        for j in range(points[1])
+    ]
+    kernel = torch.tensor(
+        [[math.exp(-(max(0.0, math.dist(a, b) / (21 * unit) - 1) ** 2) / 4) for b in places] for a in places],
+        dtype=torch.float64,
+    )
+    hidden = round((1 - area) * height * width)
+    wanted = torch.tensor([0.0] * hidden + [1.0] * (height * width - hidden), dtype=torch.float64)
+
+    def mask_of(values: Tensor) -> Tensor:
+        smooth = []
+        for row in kernel:
+            products = row * values
+            powers = (products * 20).exp()
+            smooth.append((products * powers).sum() / powers.sum())
+        grid = torch.stack(smooth).reshape(points)
+        return torch.stack(
+            [
+                torch.stack(
+                    [
+                        _bilinear(
+                            grid, (y + 0.5) * points[0] / height - 0.5, (x + 0.5) * points[1] / width - 0.5
+                        )
+                        for x in range(width)
+                    ]
+                )
+                for y in range(height)
+            ]
+        )
+
+    values, speed, penalty = torch.full((len(places),), 0.5, dtype=torch.float64), 0.0, 0.0
+    for step in range(1, steps + 1):
+        values = values.detach().requires_grad_()
+        with torch.enable_grad():
+            mask = mask_of(values)
+            low = (mask.detach() * 7).floor().clamp(max=6).long()
+            share = mask * 7 - low
+            stack = torch.stack(blurs, -1)  # (C, H, W, L)
+            index = low.expand(len(image), -1, -1)[..., None]
+            shown = (1 - share) * stack.gather(-1, index)[..., 0] + share * stack.gather(-1, index + 1)[
+                ..., 0
+            ]
+            gain = score(shown) - penalty * ((mask.flatten().sort(stable=True).values - wanted) ** 2).mean()
+        (slope,) = torch.autograd.grad(gain, values)
+        speed = 0.9 * speed + slope
+        values = (values.detach() + 0.01 * speed).clamp(0, 1)
+        penalty = 300.0 if 3 * step < steps else 600.0 if 3 * step < 2 * steps else 1200.0
+    return mask_of(values.detach())
+
+
+def _bilinear(grid: Tensor, y: float, x: float) -> Tensor:
+    rows, columns = grid.shape
+    y, x = min(max(y, 0.0), rows - 1.0), min(max(x, 0.0), columns - 1.0)
+    y0, x0 = int(y), int(x)
+    y1, x1 = min(y0 + 1, rows - 1), min(x0 + 1, columns - 1)
+    top = (1 - (x - x0)) * grid[y0, x0] + (x - x0) * grid[y0, x1]
+    return (1 - (y - y0)) * top + (y - y0) * ((1 - (x - x0)) * grid[y1, x0] + (x - x0) * grid[y1, x1])
