@@ -71,7 +71,7 @@ def test_every_method_has_a_row_for_each_head_that_its_maps_depend_on(
     for name in set(METHODS) - set(KEPT):
         monkeypatch.delitem(METHODS, name)
     monkeypatch.setattr(table, "QUICK", replace(table.QUICK, most_passes=5))
-    monkeypatch.setattr(table, "FEW_PASSES", 3)
+    monkeypatch.setattr(table, "CHEAP", 3)
     register("slow", slow, samples=100)
     register("endless", endless)
     register("missing", missing)
@@ -130,7 +130,7 @@ def test_every_method_has_a_row_for_each_head_that_its_maps_depend_on(
 
 def test_slow_methods_get_fewer_images_and_the_papers_networks_fewer_of_all(plan: Plan) -> None:
     usual = table.Amounts(images=200, fewest=20)
-    assert [usual.images_of(passes) for passes in (1, 10, 50, 99, 4000)] == [200, 200, 40, 20, 20]
+    assert [usual.images_of(passes) for passes in (1, 2, 8, 19, 4000)] == [200, 200, 50, 21, 20]
     assert table.amounts(plan) is table.QUICK
     whole = replace(plan, fidelity_images=None, localization_images=None)
     assert table.amounts(whole).images_of(4000) is None
@@ -150,7 +150,7 @@ def test_methods_with_many_passes_are_told_to_take_fewer(register: Callable[...,
         "sampled": {"samples": 50},
         "sampled-channels": {"top_n": 10},
     }
-    assert table.effort("score-cam", 80, how) == {} == table.effort("sampled", 1280, table.FULL)
+    assert table.effort("score-cam", 80, how) == {} == table.effort("sampled", 1280, table.WHOLE)
 
 
 def test_passes_are_counted_with_gradients_and_in_optimised_copies() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sigcam.bench.cost import FEW_PASSES, Cost, TooSlow, map_cost
+from sigcam.bench.cost import Cost, TooSlow, map_cost
 from sigcam.bench.measure import evaluate_rows
 from sigcam.bench.networks import LAST_STAGES, networks, packaged_weights, table_fits
 from sigcam.bench.paper import CURVES, BenchRow
@@ -25,8 +25,9 @@ from sigcam.methods.registry import METHODS
 from sigcam.network.dual import DualBranch
 
 SYSTEM_DATASETS = (*FINE_DATASETS, "pets")
-FITS = ("sigmoid", "sigmoid + background")
+SYSTEM_FITS = ("sigmoid", "sigmoid + background")
 ANY_HEAD = "any head"  # the branch in rows of methods whose maps are the same for all classes and heads
+CHEAP = 2  # passes for a map, up to which a method is measured on all the images
 TIMED_IMAGES = 8
 _MASKS: Any = {"branches": ("softmax", "sigmoid"), "clamps": (None, True)}  # None: as published
 
@@ -36,7 +37,7 @@ class Amounts:
     """How much is measured of each data set; None stands for all.
 
     Args:
-        images: of methods that take `FEW_PASSES` passes for a map or fewer; slower ones get as many
+        images: of methods that take `CHEAP` passes for a map or fewer; slower ones get as many
             passes in all as such a method.
         fewest: images that a slow method gets at least.
         curve_images: images for insertion and deletion, of `curve_steps` steps each.
@@ -54,13 +55,13 @@ class Amounts:
 
     def images_of(self, passes: float) -> int | None:
         """Return the number of images of a method that takes so many passes for a map."""
-        if self.images is None or passes <= FEW_PASSES:
+        if self.images is None or passes <= CHEAP:
             return self.images
-        return min(self.images, max(self.fewest, int(self.images * FEW_PASSES / passes)))
+        return min(self.images, max(self.fewest, int(self.images * CHEAP / passes)))
 
 
 QUICK = Amounts(images=12, fewest=4, curve_images=4, curve_steps=7, most_passes=16)
-FULL = Amounts(images=None, curve_images=None, curve_steps=FULL_CURVE_STEPS, most_passes=None)
+WHOLE = Amounts(images=None, curve_images=None, curve_steps=FULL_CURVE_STEPS, most_passes=None)
 OF_LARGE = Amounts(images=60, curve_images=20, curve_steps=7, most_passes=256, everywhere=False)
 
 
@@ -69,7 +70,7 @@ def amounts(plan: Plan) -> Amounts:
     if plan.quick:
         return QUICK
     if plan.fidelity_images is None:
-        return FULL
+        return WHOLE
     return OF_LARGE if plan.backbone in LAST_STAGES else Amounts()
 
 
@@ -79,7 +80,7 @@ def systems(plan: Plan, progress: Progress) -> list[BenchRow]:
     costs, left_out = dict[str, Cost](), dict[str, str]()
     for dataset in plan.available(SYSTEM_DATASETS):
         fits = table_fits(plan, dataset)
-        nets = networks(plan, dataset, {name: fits[name] for name in FITS}, progress)
+        nets = networks(plan, dataset, {name: fits[name] for name in SYSTEM_FITS}, progress)
         net = nets.pop("sigmoid")
         if not costs:  # which depends on the network, not on the data
             costs, left_out = method_costs(plan, net, dataset, progress)
@@ -153,7 +154,7 @@ def _rows(
     how, channels, groups = amounts(plan), channels_of(net), dict[tuple[Any, ...], list[str]]()
     first = plan.available(SYSTEM_DATASETS)[0]
     for name, cost in costs.items():
-        if cost.passes > FEW_PASSES and dataset != first and not how.everywhere:
+        if cost.passes > CHEAP and dataset != first and not how.everywhere:
             continue
         told = tuple(effort(name, channels, how).items())
         key = how.images_of(cost.passes), METHODS[name].class_specific, told

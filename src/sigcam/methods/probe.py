@@ -213,8 +213,8 @@ class Probe:
         features: Tensor | None = None,
         net: DualBranch | None = None,
     ) -> Tensor:
-        """Return (R, K) scores of image `index` with R other images, by `net` if a faster copy is given, or with
-        other features (R, N, P, Q)."""
+        """Return (R, K) scores of image `index` with R other images, by `net` if a faster copy is given, or
+        with other features (R, N, P, Q)."""
         if images is not None:
             altered = self._altered(images, net or self.net)
         else:
