@@ -1,4 +1,4 @@
-"""Write the tables of docs/speed.md and of the README's speed section from benchmarks/results.
+"""Write the tables of speed in docs and in the README from benchmarks/results.
 
 A page holds a table between `<!-- speed: NAME -->` and `<!-- end -->`.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "speed.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("speed", "export", "serving")))
 TABLE = re.compile(r"<!-- speed: ([\w-]+) -->\n.*?<!-- end -->", re.S)
 NAMES = {
     "resnet50": "ResNet-50",
@@ -23,6 +23,9 @@ NAMES = {
     "vit_b_16": "ViT-B/16",
     "swin_t": "Swin-T",
     "embedded": "EfficientNet-Lite0",
+    "mobilenetv3": "MobileNetV3",
+    "convnext_tiny": "ConvNeXt-tiny",
+    "vgg16-cam": "VGG-16, CAM form",
 }
 GRAD_CAM = "grad-cam"
 PEERS = ("torch-cam", "captum", "pytorch-grad-cam")
@@ -126,6 +129,10 @@ def budgets() -> str:
         for row in read("start")["rows"]
         if row["budget"] is not None
     ]
+    found += [
+        (f"{NAMES[row['model']]}, batch {row['batch']}: exported / bare", row["file_to_bare"], 1.05, False)
+        for row in read("export")["speed"]
+    ]
     rows = []
     for what, ratio, limit, least in found:
         kept = ratio >= limit if least else ratio <= limit
@@ -133,6 +140,43 @@ def budgets() -> str:
         number = f"{ratio:.4f}" if ratio < 0.05 else f"{ratio:.3f}"
         rows.append([what, number, bound, "yes" if kept else "**no**"])
     return markdown(["ratio", "measured", "budget", "kept"], rows)
+
+
+def export_speed() -> str:
+    """Return the time of exported files beside that of the bare classifier and of `explain`."""
+    rows = []
+    for row in read("export")["speed"]:
+        times = (f"{row['milliseconds'][key]:.1f}" for key in ("file", "bare", "explain"))
+        ratios = f"{row['file_to_bare']:.2f}", f"{row['file_to_explain']:.2f}"
+        rows.append([NAMES[row["model"]], str(row["batch"]), *times, *ratios])
+    header = ["model", "batch", "file, ms", "bare classifier, ms", "`explain`, ms", "file / bare", "file / explain"]
+    return markdown(header, rows)
+
+
+def export_parity() -> str:
+    """Return how far exported files are from PyTorch."""
+    keys = ("logits", "branch_logits", "evidence", "maps")
+    rows = [
+        [NAMES[row["model"]], *(f"{row['differences'][key]:.0e}" for key in keys)]
+        for row in read("export")["parity"]
+    ]
+    return markdown(["model", *(f"`{key}`" for key in keys)], rows)
+
+
+def serving() -> str:
+    """Return what the load test of the server found."""
+    found = read("serving")
+    memory = found["megabytes"]
+    rows = [
+        ["requests in 2 minutes by 16 clients; errors", f"{found['requests']}; {len(found['errors'])}"],
+        ["pictures per batch", f"{found['pictures_per_batch']:.1f}"],
+        ["p50 and p99, as multiples of a bare forward of one picture",
+         f"{found['p50_ratio']:.1f} and {found['p99_ratio']:.1f}"],
+        ["pictures per second, as a share of a bare forward's", f"{found['throughput_ratio']:.2f}"],
+        ["memory after a tenth, half-way, at the end", " / ".join(f"{value} MB" for value in memory.values())],
+        ["clients sent away by SIGTERM without losing a request", str(found["sent_away"])],
+    ]  # fmt: skip
+    return markdown(["", "measured"], rows)
 
 
 def start() -> str:
@@ -167,6 +211,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "perturbation": perturbation,
     "memory": memory,
     "budgets": budgets,
+    "export": export_speed,
+    "parity": export_parity,
+    "serving": serving,
     "start": start,
     "steps": steps,
 }
