@@ -149,7 +149,7 @@ def export_speed() -> str:
         times = (f"{row['milliseconds'][key]:.1f}" for key in ("file", "bare", "explain"))
         ratios = f"{row['file_to_bare']:.2f}", f"{row['file_to_explain']:.2f}"
         rows.append([NAMES[row["model"]], str(row["batch"]), *times, *ratios])
-    header = ["model", "batch", "file, ms", "bare classifier, ms", "`explain`, ms", "file / bare", "file / explain"]
+    header = ["model", "batch", "file, ms", "bare, ms", "`explain`, ms", "file / bare", "file / explain"]
     return markdown(header, rows)
 
 
@@ -173,7 +173,7 @@ def serving() -> str:
         ["p50 and p99, as multiples of a bare forward of one picture",
          f"{found['p50_ratio']:.1f} and {found['p99_ratio']:.1f}"],
         ["pictures per second, as a share of a bare forward's", f"{found['throughput_ratio']:.2f}"],
-        ["memory after a tenth, half-way, at the end", " / ".join(f"{value} MB" for value in memory.values())],
+        ["memory after a tenth, at half, at the end", " / ".join(f"{value} MB" for value in memory.values())],
         ["clients sent away by SIGTERM without losing a request", str(found["sent_away"])],
     ]  # fmt: skip
     return markdown(["", "measured"], rows)

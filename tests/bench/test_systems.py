@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,15 +37,16 @@ def plan(tmp_path: Path) -> Plan:
 
 
 @pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Register a method for the test alone."""
+def register() -> Iterator[Callable[..., None]]:
+    """Register a method for the test alone; afterwards all methods are there, in their order."""
+    registered = dict(METHODS)
 
     def register(name: str, function: Any, **facts: Any) -> None:
-        monkeypatch.setitem(METHODS, name, METHODS["grad-cam"])
-        del METHODS[name]
         method(name, **facts)(function)
 
-    return register
+    yield register
+    METHODS.clear()
+    METHODS.update(registered)
 
 
 def slow(probe: Any) -> Tensor:
@@ -69,7 +70,7 @@ def test_every_method_has_a_row_for_each_head_that_its_maps_depend_on(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, register: Callable[..., None]
 ) -> None:
     for name in set(METHODS) - set(KEPT):
-        monkeypatch.delitem(METHODS, name)
+        del METHODS[name]
     monkeypatch.setattr(table, "QUICK", replace(table.QUICK, most_passes=5))
     monkeypatch.setattr(table, "CHEAP", 3)
     register("slow", slow, samples=100)

@@ -157,7 +157,7 @@ def test_examples_classes_scale_and_further_rows_are_said(monkeypatch, place, ca
         monkeypatch, capsys, "explain", place / "data", "--example", "rocket", *common
     )
     said = refuses(monkeypatch, capsys, "explain", place / "data", *common, "--top-n", 4)
-    assert "as score-cam does: grad-cam tries none" in said
+    assert "for score-cam, ss-cam and is-cam: grad-cam tries none" in said
 
 
 @pytest.mark.slow

@@ -275,6 +275,7 @@ WORKS: dict[str, Work] = {
     "bench": Work(run_table, None, other_formula),
 }
 KEEPS_NOTHING = {
+    "export": "writes one file whole",
     "inspect": "prints",
     "ui": "keeps fitted branches as files of their own",
     "demo": "writes results alone",

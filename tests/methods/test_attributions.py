@@ -257,7 +257,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"method": "rise", "samples": 0}, "samples must be 1 or more"),
     (
         {"method": "rise", "top_n": 3},
-        "top_n is a number of channels to try, as score-cam does: rise tries none",
+        "top_n is a number of channels to try, for score-cam, ss-cam and is-cam: rise tries none",
     ),
     ({"method": "deeplift", "eigen_smooth": True}, "weights none"),
     ({"method": "lrp", "scale": "logit"}, "needs maps in logits"),
@@ -359,7 +359,8 @@ def test_every_difference_is_tested_and_on_the_page() -> None:
     prefix = "test_difference_"
     assert {name.removeprefix(prefix) for name in globals() if name.startswith(prefix)} == DIFFERENCES.keys()
     page = (Path(__file__).parents[2] / "docs" / "differences.md").read_text()
-    rows = [line for line in page.partition("## Attributions")[2].splitlines() if line.startswith("| ")][1:]
+    section = page.partition("\n## Attributions")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
     assert rows == [f"| {' | '.join(row)} |" for row in DIFFERENCES.values()]
 
 

@@ -285,7 +285,10 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"size": "picture"}, "size is 'image'"),
     ({"batch_size": 2.5}, "batch_size must be a whole number, not 2.5"),
     ({"batch_size": "2"}, "batch_size must be a whole number, not '2'"),
-    ({"top_n": 4}, "top_n is a number of channels to try, as score-cam does: grad-cam tries none"),
+    (
+        {"top_n": 4},
+        "top_n is a number of channels to try, for score-cam, ss-cam and is-cam: grad-cam tries none",
+    ),
     ({"eigen_smooth": "no"}, "eigen_smooth is True or False, not 'no'"),
     (
         {"eigen_smooth": True, "method": "rollout"},

@@ -176,8 +176,9 @@ class MapConfig:
             clamp = self.branch == "sigmoid" and self.scale == "unit"
         name = method_name(self.method)
         if top_n is not None and not METHODS[name].tries_channels:
-            trying = ", ".join(each for each, facts in METHODS.items() if facts.tries_channels)
-            raise ConfigError(f"top_n is a number of channels to try, as {trying} does: {name} tries none.")
+            *trying, last = (each for each, facts in METHODS.items() if facts.tries_channels)
+            known = f"{', '.join(trying)} and {last}"
+            raise ConfigError(f"top_n is a number of channels to try, for {known}: {name} tries none.")
         if samples is not None and METHODS[name].samples is None:
             taking = ", ".join(each for each, facts in METHODS.items() if facts.samples)
             raise ConfigError(f"samples is a number of masks, noises or steps, for {taking}: not for {name}.")

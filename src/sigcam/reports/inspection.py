@@ -184,7 +184,8 @@ def coinciding(net: DualBranch) -> dict[str, list[list[str]]]:
     and for clamped weights."""
     forward = net.run(random_images(net), grad=True)
     linear = "softmax" in net.linear
-    methods = [n for n, m in METHODS.items() if m.follows_head and (linear or m.needs != "linear")]
+    weighting = {name: method for name, method in METHODS.items() if method.weights_channels}
+    methods = [n for n, m in weighting.items() if m.follows_head and (linear or m.needs != "linear")]
     coincide = {}
     for title, clamp in (("signed weights", False), ("positive weights only", True)):
         groups = list[tuple[Tensor, list[str]]]()
