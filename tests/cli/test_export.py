@@ -10,7 +10,7 @@ from PIL import Image
 
 from sigcam.methods.explainer import explain
 from sigcam.network.opening import open_network
-from support.commands import run
+from support.commands import fitted, run, spec
 
 
 @pytest.mark.slow
@@ -40,6 +40,22 @@ def test_the_embedded_classifier_is_one_file_that_runs_without_us(monkeypatch, t
     assert torch.equal(out["boxes"].long(), torch.stack(boxes, 1))
 
 
+@pytest.mark.slow
+def test_a_smaller_file_comes_with_what_it_changes(monkeypatch, place: Path, capsys):
+    pytest.importorskip("onnxruntime"), pytest.importorskip("onnxscript")
+    model = ("--model", spec(place), "--branch", fitted(monkeypatch, place))
+    measured = (*model, "--fp16", "--data", place / "data", "--limit", 6)
+    capsys.readouterr()
+    assert run(monkeypatch, "export", place / "small.onnx", *measured, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["bytes"] == (place / "small.onnx").stat().st_size
+    assert told["change"]["images"] == 6 and set(told["change"]) == {"images", "same_class", "top1"}
+    assert run(monkeypatch, "export", place / "served", *measured, "--format", "triton") == 0
+    shown = capsys.readouterr().out
+    assert "6 images" in shown and "float16" in shown and f"{told['change']['top1'][1]:.1f}" in shown
+    assert sorted(each.suffix for each in place.iterdir() if each.name.startswith("s")) == ["", ".onnx"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -51,6 +67,9 @@ def test_the_embedded_classifier_is_one_file_that_runs_without_us(monkeypatch, t
         (["--scale", "unit"], "--scale takes probability or logit"),
         (["--branch", "softmax"], "is not fitted"),
         (["--branch", "missing.safetensors"], "no such file"),
+        (["--data", "shapes:2"], "give both, or neither"),
+        (["--fp16", "--data", "shapes:2"], "the data has 8 classes"),
+        (["--fp16", "--format", "torch"], "format torch holds float32"),
     ],
 )
 def test_bad_input_is_one_line(monkeypatch, tmp_path: Path, capsys, words, said):

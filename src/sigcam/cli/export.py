@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import typer
 
 from sigcam.cli import options as opt
-from sigcam.cli.console import say
+from sigcam.cli.console import say, show_table
 from sigcam.cli.options import option
+from sigcam.core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,30 +45,58 @@ class ExportOptions(opt.ModelOptions, opt.CropOptions):
         "Take normalised tensors (B, 3, H, W) instead of pictures (B, H, W, 3) of any size.", False
     )
     opset: int = option("Version of ONNX's operators.", 18)
+    fp16: bool = option("Let the network compute in float16: a file of half the size.", False)
+    data: str | None = option("Measure on these images what --fp16 changes: a data set, or `shapes`.", None)
+    split: str = option("Split of the data.", "test")
+    limit: int | None = option("Number of images: the first N only.", None, min=1)
 
 
 def export_command(options: ExportOptions) -> None:
     """Write a classifier and its branch to one file, from pictures to predictions, evidence, maps, boxes."""
+    from sigcam.data.registry import open_dataset
+    from sigcam.data.sample import match_classes
     from sigcam.deployment.export import export
+    from sigcam.deployment.precision import compare_files
     from sigcam.methods.inputs import class_number
     from sigcam.network.opening import open_network
 
     o: Any = options
+    if o.data and not o.fp16:
+        raise ConfigError("--data measures what --fp16 changes: give both, or neither.")
+    samples = open_dataset(o.data, split=o.split)[: o.limit] if o.data else None
     net = open_network(o.model, o.weights, o.branch, crop=o.crop).net
-    path = export(
-        net,
-        o.path,
-        k=o.k,
-        classes=[class_number(net, name) for name in o.classes] if o.classes else None,
-        threshold=o.threshold,
-        scale=o.scale,
-        preprocess=not o.no_preprocess,
-        format=o.format,
-        opset=o.opset,
-    )
+    settings: Any = {
+        "k": o.k,
+        "classes": [class_number(net, name) for name in o.classes] if o.classes else None,
+        "threshold": o.threshold,
+        "scale": o.scale,
+        "preprocess": not o.no_preprocess,
+        "opset": o.opset,
+    }
+    if samples is not None:
+        match_classes(samples, net.classes, net.class_names)  # raises before anything is written
+    path = export(net, o.path, format=o.format, precision="float16" if o.fp16 else "float32", **settings)
     files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
-    size = sum(each.stat().st_size for each in files)
+    result: dict[str, Any] = {"path": str(path), "bytes": sum(each.stat().st_size for each in files)}
+    if samples is not None:
+        with TemporaryDirectory() as folder:
+            exact = export(net, Path(folder) / "exact.onnx", **settings)
+            small = path / "1" / "model.onnx" if path.is_dir() else path
+            result["change"] = compare_files(net, exact, small, samples, preprocess=not o.no_preprocess)
     if o.json:
-        typer.echo(json.dumps({"path": str(path), "bytes": size}))
-    else:
-        say(f"{path}: {size / 1e6:.1f} MB")
+        typer.echo(json.dumps(result))
+        return
+    say(f"{path}: {result['bytes'] / 1e6:.1f} MB")
+    if samples is not None:
+        _show_change(result["change"])
+
+
+def _show_change(change: dict[str, Any]) -> None:
+    """Print a table of the numbers of the float32 file and of the small one."""
+    rows = [
+        (title, *(f"{value:.1f}" for value in change[key]))
+        for key, title in (("top1", "top-1 %"), ("max_box_acc_v2", "MaxBoxAccV2 %, predicted class"))
+        if key in change
+    ]
+    rows.append(("same class %", "", f"{change['same_class']:.1f}"))
+    show_table(f"{change['images']} images", rows, ("", "float32", "float16"))

@@ -20,6 +20,7 @@ from sigcam.core.manifest import versions
 from sigcam.core.memory import is_out_of_memory
 from sigcam.deployment.graph import OUTPUTS, AbsoluteScale, Drawn, ExportedNetwork
 from sigcam.deployment.pillow_resize import PillowResize
+from sigcam.deployment.precision import Precision
 from sigcam.deployment.triton import write_model_repository
 from sigcam.methods.inputs import choose_classes
 from sigcam.metrics.boxes import check_threshold
@@ -45,6 +46,7 @@ def export(
     preprocess: bool = True,
     format: Format = "onnx",
     opset: int = OPSET,
+    precision: Precision = "float32",
 ) -> Path:
     """Write the network and its branch to one file that needs neither sigcam nor hooks; return its path.
 
@@ -57,10 +59,12 @@ def export(
         preprocess: Take uint8 pictures (B, H, W, 3) of any size; otherwise the network's input (B, 3, H, W).
         format: "onnx"; "torch", a program of torch.export; "triton", a model of a Triton repository.
         opset: Version of ONNX's operators.
+        precision: Of the network in an ONNX file: "float32", or "float16", which takes half the room.
     """
+    _check_precision(precision, format)
     path, drawn, resize = _checked(net, path, k, classes, threshold, scale, preprocess, format, opset)
-    program = exported_program(net, drawn, resize)
-    about = description(net, drawn, resize)
+    program = exported_program(net, drawn, resize, halved=precision == "float16")
+    about = description(net, drawn, resize, precision)
     if format == "torch":
         content = io.BytesIO()
         torch.export.save(program, content, extra_files={"sigcam.json": json.dumps(about)})
@@ -73,6 +77,14 @@ def export(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, data)
     return path
+
+
+def _check_precision(precision: Precision, format: Format) -> None:
+    """Raise ConfigError for a precision that the format does not hold."""
+    if precision not in get_args(Precision):
+        raise ConfigError(f"precision is {' or '.join(map(repr, get_args(Precision)))}, not {precision!r}.")
+    if precision != "float32" and format == "torch":
+        raise ConfigError(f"format torch holds float32, not {precision}: use format onnx or triton.")
 
 
 def _checked(
@@ -154,7 +166,9 @@ def _check_opset(opset: int) -> None:
         raise ConfigError(f"opset {opset} is too {word}: give one from {OLDEST_OPSET} to {newest}.")
 
 
-def exported_program(net: DualBranch, drawn: Drawn, resize: PillowResize | None) -> ExportedProgram:
+def exported_program(
+    net: DualBranch, drawn: Drawn, resize: PillowResize | None, *, halved: bool = False
+) -> ExportedProgram:
     """Return the program that computes `OUTPUTS` from `image`, for any number of images."""
     if resize is None:
         image, sizes = net.example.repeat(2, 1, 1, 1), {0: Dim("N")}
@@ -163,7 +177,7 @@ def exported_program(net: DualBranch, drawn: Drawn, resize: PillowResize | None)
         sizes = {0: Dim("N"), 1: Dim("H"), 2: Dim("W")}
     try:
         with torch.inference_mode(False), torch.no_grad(), _quiet():
-            module = ExportedNetwork(net, drawn, resize).eval()
+            module = ExportedNetwork(net, drawn, resize, halved).eval()
             return torch.export.export(module, (image,), dynamic_shapes={"image": sizes}, strict=False)
     except SigcamError:
         raise
@@ -221,7 +235,9 @@ def _forget_places(graph: Any) -> None:
             _forget_places(attribute.g)
 
 
-def description(net: DualBranch, drawn: Drawn, resize: PillowResize | None) -> dict[str, Any]:
+def description(
+    net: DualBranch, drawn: Drawn, resize: PillowResize | None, precision: Precision = "float32"
+) -> dict[str, Any]:
     """Return the metadata of a file; in ONNX, values that are no text are JSON."""
     import onnx
 
@@ -235,6 +251,7 @@ def description(net: DualBranch, drawn: Drawn, resize: PillowResize | None) -> d
         "classes": list(drawn.classes) if drawn.classes else None,
         "scale": drawn.scale,
         "threshold": drawn.threshold,
+        "precision": precision,
         "calibration": net.calibration.to_json(),
         "preprocessing": "inside" if resize else "outside",
         "preprocess": asdict(p) if p else None,

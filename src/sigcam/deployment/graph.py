@@ -74,9 +74,9 @@ class _PlainGradients(TorchFunctionMode):
 class Scored(nn.Module):
     """From inputs of the network to logits of both heads, the classes to draw, F, and their weights."""
 
-    def __init__(self, net: DualBranch, drawn: Drawn) -> None:
+    def __init__(self, net: DualBranch, drawn: Drawn, halved: bool = False) -> None:
         super().__init__()
-        self.drawn = drawn
+        self.drawn, self.halved = drawn, halved
         private = copy.copy(net)
         private.__dict__["_modules"] = {"sigmoid": copy.deepcopy(net.sigmoid).eval()}
         private.model = private.original = copy.deepcopy(net.original).eval()
@@ -87,6 +87,8 @@ class Scored(nn.Module):
         if not self.linear_in(net):  # one pass, whatever its last bits
             private._grad_modes = {point: replace(net.grad_mode(point), inline=True)}
         self.model, self.sigmoid = private.model, private.sigmoid
+        if halved:
+            self.half()
         self.held = [private]  # in a list, so that it is not registered again
         self.register_buffer("wanted", torch.tensor(drawn.classes or (0,)), persistent=False)
 
@@ -100,7 +102,8 @@ class Scored(nn.Module):
         the classes (B, K, N)."""
         linear = self.linear_in(self.held[0])
         with torch.set_grad_enabled(not linear), nullcontext() if linear else _PlainGradients():
-            return tuple(each.detach() for each in self._scored(images, linear))
+            found = self._scored(images.half() if self.halved else images, linear)
+            return tuple(each.detach().float() if each.is_floating_point() else each for each in found)
 
     def _scored(self, images: Tensor, linear: bool) -> Outputs:
         net: DualBranch = self.held[0]
@@ -128,14 +131,16 @@ class ExportedNetwork(nn.Module):
     """From a batch of pictures, or of inputs of the network, to `OUTPUTS`.
 
     torch.export records what happens, hooks included. Gradients are recorded before, as the operations that
-    compute them.
+    compute them. `halved`, the network itself computes in float16, the rest in float32.
     """
 
-    def __init__(self, net: DualBranch, drawn: Drawn, preprocess: PillowResize | None) -> None:
+    def __init__(
+        self, net: DualBranch, drawn: Drawn, preprocess: PillowResize | None, halved: bool = False
+    ) -> None:
         super().__init__()
         self.drawn, self.preprocess = drawn, preprocess
         self.calibration, self.single = net.calibration, net.classes == 1
-        self.scored: nn.Module = Scored(net, drawn)
+        self.scored: nn.Module = Scored(net, drawn, halved)
         if not Scored.linear_in(net):
             with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
                 traced = make_fx(self.scored, tracing_mode="symbolic", _allow_non_fake_inputs=True)
