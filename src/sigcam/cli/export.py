@@ -88,10 +88,10 @@ def export_command(options: ExportOptions) -> None:
         return
     say(f"{path}: {result['bytes'] / 1e6:.1f} MB")
     if samples is not None:
-        _show_change(result["change"])
+        show_change(result["change"])
 
 
-def _show_change(change: dict[str, Any]) -> None:
+def show_change(change: dict[str, Any]) -> None:
     """Print a table of the numbers of the float32 file and of the small one."""
     rows = [
         (title, *(f"{value:.1f}" for value in change[key]))

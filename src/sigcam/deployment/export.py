@@ -18,7 +18,7 @@ from sigcam.core.errors import AttachError, CheckpointError, ConfigError, Missin
 from sigcam.core.files import check_writable, error_line, write_atomic
 from sigcam.core.manifest import versions
 from sigcam.core.memory import is_out_of_memory
-from sigcam.deployment.graph import OUTPUTS, AbsoluteScale, Drawn, ExportedNetwork
+from sigcam.deployment.graph import OUTPUTS, AbsoluteScale, Drawn, ExportedNetwork, Scored
 from sigcam.deployment.pillow_resize import PillowResize
 from sigcam.deployment.precision import Precision
 from sigcam.deployment.triton import write_model_repository
@@ -63,6 +63,11 @@ def export(
     """
     _check_precision(precision, format)
     path, drawn, resize = _checked(net, path, k, classes, threshold, scale, preprocess, format, opset)
+    if precision == "float16" and not Scored.linear_in(net):
+        raise ConfigError(
+            "float16 is for heads of a global average and a linear layer, whose maps need no gradients: "
+            "export this network as float32."
+        )
     program = exported_program(net, drawn, resize, halved=precision == "float16")
     about = description(net, drawn, resize, precision)
     if format == "torch":
