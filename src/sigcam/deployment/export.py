@@ -20,7 +20,7 @@ from sigcam.core.manifest import versions
 from sigcam.core.memory import is_out_of_memory
 from sigcam.deployment.graph import OUTPUTS, AbsoluteScale, Drawn, ExportedNetwork, Scored
 from sigcam.deployment.pillow_resize import PillowResize
-from sigcam.deployment.precision import Precision
+from sigcam.deployment.precision import FilePrecision
 from sigcam.deployment.triton import write_model_repository
 from sigcam.methods.inputs import choose_classes
 from sigcam.metrics.boxes import check_threshold
@@ -46,7 +46,7 @@ def export(
     preprocess: bool = True,
     format: Format = "onnx",
     opset: int = OPSET,
-    precision: Precision = "float32",
+    precision: FilePrecision = "float32",
 ) -> Path:
     """Write the network and its branch to one file that needs neither sigcam nor hooks; return its path.
 
@@ -84,10 +84,12 @@ def export(
     return path
 
 
-def _check_precision(precision: Precision, format: Format) -> None:
+def _check_precision(precision: FilePrecision, format: Format) -> None:
     """Raise ConfigError for a precision that the format does not hold."""
-    if precision not in get_args(Precision):
-        raise ConfigError(f"precision is {' or '.join(map(repr, get_args(Precision)))}, not {precision!r}.")
+    if precision not in get_args(FilePrecision):
+        raise ConfigError(
+            f"precision is {' or '.join(map(repr, get_args(FilePrecision)))}, not {precision!r}."
+        )
     if precision != "float32" and format == "torch":
         raise ConfigError(f"format torch holds float32, not {precision}: use format onnx or triton.")
 
@@ -241,7 +243,7 @@ def _forget_places(graph: Any) -> None:
 
 
 def description(
-    net: DualBranch, drawn: Drawn, resize: PillowResize | None, precision: Precision = "float32"
+    net: DualBranch, drawn: Drawn, resize: PillowResize | None, precision: FilePrecision = "float32"
 ) -> dict[str, Any]:
     """Return the metadata of a file; in ONNX, values that are no text are JSON."""
     import onnx

@@ -20,7 +20,7 @@ from sigcam.metrics import MaxBoxAccV2
 from sigcam.models.preprocess import Preprocess
 from sigcam.network.dual import DualBranch
 
-Precision = Literal["float32", "float16"]
+FilePrecision = Literal["float32", "float16"]
 Input = NDArray[Any]
 
 
