@@ -45,14 +45,15 @@ def test_the_embedded_classifier_is_one_file_that_runs_without_us(monkeypatch, t
 def test_a_smaller_file_comes_with_what_it_changes(monkeypatch, place: Path, capsys):
     pytest.importorskip("onnxruntime"), pytest.importorskip("onnxscript")
     model = ("--model", spec(place), "--branch", fitted(monkeypatch, place))
-    measured = (*model, "--fp16", "--data", place / "data", "--limit", 6, "--format", "triton")
+    smaller = ("--int8", "--calibrate", place / "data")
+    measured = (*model, *smaller, "--data", place / "data", "--limit", 6, "--format", "triton")
     capsys.readouterr()
     assert run(monkeypatch, "export", place / "served", *measured, "--json") == 0
     change = json.loads(capsys.readouterr().out)["change"]
     assert change["images"] == 6 and set(change) == {"images", "same_class", "top1"}
-    show_change(change)
+    show_change(change, "int8")
     shown = capsys.readouterr().out
-    assert "6 images" in shown and "float16" in shown and f"{change['top1'][1]:.1f}" in shown
+    assert "6 images" in shown and "int8" in shown and f"{change['top1'][1]:.1f}" in shown
     assert not list(place.glob("**/exact.onnx"))
 
 
@@ -67,7 +68,10 @@ def test_a_smaller_file_comes_with_what_it_changes(monkeypatch, place: Path, cap
         (["--scale", "unit"], "--scale takes probability or logit"),
         (["--branch", "softmax"], "is not fitted"),
         (["--branch", "missing.safetensors"], "no such file"),
-        (["--data", "shapes:2"], "give both, or neither"),
+        (["--data", "shapes:2"], "what --fp16 or --int8 changes"),
+        (["--int8"], "add --calibrate DIR"),
+        (["--int8", "--fp16"], "exclude each other"),
+        (["--calibrate", "shapes:2"], "are for int8, not float32"),
         (["--fp16", "--data", "shapes:2"], "the data has 8 classes"),
         (["--fp16", "--format", "torch"], "format torch holds float32"),
     ],

@@ -1,5 +1,6 @@
 """Smaller files compute nearly the same, and what they change is measured."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +45,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     exact = sigcam.export(net, folder / "exact.onnx", k=8)
     with untouched(net.model):
         small = sigcam.export(net, folder / "small.onnx", k=8, precision="float16")
-    return SimpleNamespace(net=net, exact=exact, small=small)
+        whole = sigcam.export(net, folder / "whole.onnx", k=8, precision="int8", calibrate=DATA)
+    return SimpleNamespace(net=net, exact=exact, small=small, whole=whole)
 
 
 def by_class(out: dict[str, np.ndarray]) -> np.ndarray:
@@ -66,6 +68,26 @@ def test_float16_is_smaller_and_nearly_the_same(made):
     weights = [each for each in models[1].graph.initializer if len(each.dims) == 4]
     assert weights and all(each.data_type == onnx.TensorProto.FLOAT16 for each in weights)
     assert made.small.stat().st_size < 0.8 * made.exact.stat().st_size
+
+
+@pytest.mark.slow
+def test_int8_keeps_maps_and_quantises_only_what_the_logits_depend_on(made):
+    onnx = pytest.importorskip("onnx")
+    floats, integers = run(made.exact), run(made.whole)
+    for name in ("logits", "branch_logits"):
+        assert 0 < np.abs(floats[name] - integers[name]).max() < 0.05 * np.abs(floats[name]).max()
+    assert np.abs(by_class(floats) - by_class(integers)).max() < 0.1
+    models = [onnx.load(path) for path in (made.exact, made.whole)]
+    assert {each.key: each.value for each in models[1].metadata_props}["precision"] == "int8"
+    kinds = [Counter(node.op_type for node in model.graph.node) for model in models]
+    assert kinds[1]["QuantizeLinear"] and kinds[0]["Conv"] == kinds[1]["Conv"]
+    weights = {each.name: each.data_type for each in models[1].graph.initializer if len(each.dims) == 4}
+    assert onnx.TensorProto.INT8 in weights.values()
+    loops = [[node for node in model.graph.node if node.op_type == "Loop"] for model in models]
+    assert [[each.attribute for each in nodes] for nodes in loops[:1]] == [
+        [each.attribute for each in nodes] for nodes in loops[1:]
+    ]
+    assert made.whole.stat().st_size < 0.7 * made.exact.stat().st_size
 
 
 @pytest.mark.slow
@@ -91,8 +113,10 @@ def test_a_file_compared_with_itself_and_with_another(made):
 
 def test_precisions_that_cannot_be_written_are_refused(tmp_path):
     for options, said in (
-        ({"precision": "int4"}, "'float32' or 'float16', not 'int4'"),
+        ({"precision": "int4"}, "'float16' or 'int8', not 'int4'"),
         ({"precision": "float16", "format": "torch"}, "use format onnx"),
+        ({"precision": "int8"}, "needs images that show"),
+        ({"calibrate": DATA}, "are for int8, not float32"),
     ):
         with pytest.raises(ConfigError, match=said):
             sigcam.export(network(Gap(8)), tmp_path / "net.pt2", **options)

@@ -46,9 +46,23 @@ class ExportOptions(opt.ModelOptions, opt.CropOptions):
     )
     opset: int = option("Version of ONNX's operators.", 18)
     fp16: bool = option("Let the network compute in float16: a file of half the size.", False)
-    data: str | None = option("Measure on these images what --fp16 changes: a data set, or `shapes`.", None)
-    split: str = option("Split of the data.", "test")
-    limit: int | None = option("Number of images: the first N only.", None, min=1)
+    int8: bool = option(
+        "Let convolutions and linear layers compute in 8-bit integers; needs --calibrate.", False
+    )
+    calibrate: str | None = option(
+        "Images of the training split that show --int8 which range values have: a data set, or `shapes`.",
+        None,
+    )
+    data: str | None = option(
+        "Measure on these images what --fp16 or --int8 changes: a data set, or `shapes`.", None
+    )
+    split: str = option("Split of --data.", "test")
+    limit: int | None = option("Number of images of --data: the first N only.", None, min=1)
+
+    @property
+    def precision(self) -> Literal["float32", "float16", "int8"]:
+        """What the network in the file computes in."""
+        return "float16" if self.fp16 else "int8" if self.int8 else "float32"
 
 
 def export_command(options: ExportOptions) -> None:
@@ -56,13 +70,20 @@ def export_command(options: ExportOptions) -> None:
     from sigcam.data.registry import open_dataset
     from sigcam.data.sample import match_classes
     from sigcam.deployment.export import export
-    from sigcam.deployment.precision import compare_files
+    from sigcam.deployment.precision import check_onnxruntime, compare_files
     from sigcam.methods.inputs import class_number
     from sigcam.network.opening import open_network
 
     o: Any = options
-    if o.data and not o.fp16:
-        raise ConfigError("--data measures what --fp16 changes: give both, or neither.")
+    if o.fp16 and o.int8:
+        raise ConfigError("--fp16 and --int8 exclude each other: give one.")
+    if o.data and o.precision == "float32":
+        raise ConfigError("--data measures what --fp16 or --int8 changes: give one of these, too.")
+    if o.int8 and not o.calibrate:
+        raise ConfigError("--int8 needs images that show which range values have: add --calibrate DIR.")
+    if o.data:
+        check_onnxruntime("measuring an exported file")
+    seen = open_dataset(o.calibrate, split="train") if o.calibrate else None
     samples = open_dataset(o.data, split=o.split)[: o.limit] if o.data else None
     net = open_network(o.model, o.weights, o.branch, crop=o.crop).net
     settings: Any = {
@@ -75,7 +96,7 @@ def export_command(options: ExportOptions) -> None:
     }
     if samples is not None:
         match_classes(samples, net.classes, net.class_names)  # raises before anything is written
-    path = export(net, o.path, format=o.format, precision="float16" if o.fp16 else "float32", **settings)
+    path = export(net, o.path, format=o.format, precision=o.precision, calibrate=seen, **settings)
     files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
     result: dict[str, Any] = {"path": str(path), "bytes": sum(each.stat().st_size for each in files)}
     if samples is not None:
@@ -88,10 +109,10 @@ def export_command(options: ExportOptions) -> None:
         return
     say(f"{path}: {result['bytes'] / 1e6:.1f} MB")
     if samples is not None:
-        show_change(result["change"])
+        show_change(result["change"], o.precision)
 
 
-def show_change(change: dict[str, Any]) -> None:
+def show_change(change: dict[str, Any], precision: str) -> None:
     """Print a table of the numbers of the float32 file and of the small one."""
     rows = [
         (title, *(f"{value:.1f}" for value in change[key]))
@@ -99,4 +120,4 @@ def show_change(change: dict[str, Any]) -> None:
         if key in change
     ]
     rows.append(("same class %", "", f"{change['same_class']:.1f}"))
-    show_table(f"{change['images']} images", rows, ("", "float32", "float16"))
+    show_table(f"{change['images']} images", rows, ("", "float32", precision))

@@ -18,9 +18,10 @@ from sigcam.core.errors import AttachError, CheckpointError, ConfigError, Missin
 from sigcam.core.files import check_writable, error_line, write_atomic
 from sigcam.core.manifest import versions
 from sigcam.core.memory import is_out_of_memory
+from sigcam.data.sample import Samples
 from sigcam.deployment.graph import OUTPUTS, AbsoluteScale, Drawn, ExportedNetwork, Scored
 from sigcam.deployment.pillow_resize import PillowResize
-from sigcam.deployment.precision import FilePrecision
+from sigcam.deployment.precision import FilePrecision, calibration_inputs, check_onnxruntime, quantized
 from sigcam.deployment.triton import write_model_repository
 from sigcam.methods.inputs import choose_classes
 from sigcam.metrics.boxes import check_threshold
@@ -47,6 +48,7 @@ def export(
     format: Format = "onnx",
     opset: int = OPSET,
     precision: FilePrecision = "float32",
+    calibrate: Samples | None = None,
 ) -> Path:
     """Write the network and its branch to one file that needs neither sigcam nor hooks; return its path.
 
@@ -59,9 +61,11 @@ def export(
         preprocess: Take uint8 pictures (B, H, W, 3) of any size; otherwise the network's input (B, 3, H, W).
         format: "onnx"; "torch", a program of torch.export; "triton", a model of a Triton repository.
         opset: Version of ONNX's operators.
-        precision: Of the network in an ONNX file: "float32", or "float16", which takes half the room.
+        precision: Of the network in an ONNX file: "float32"; "float16"; or "int8", whose layers compute in
+            8-bit integers.
+        calibrate: Images that show "int8" which range values have; 100 are taken, evenly from all.
     """
-    _check_precision(precision, format)
+    _check_precision(precision, calibrate, format)
     path, drawn, resize = _checked(net, path, k, classes, threshold, scale, preprocess, format, opset)
     if precision == "float16" and not Scored.linear_in(net):
         raise ConfigError(
@@ -72,10 +76,13 @@ def export(
     about = description(net, drawn, resize, precision)
     if format == "torch":
         content = io.BytesIO()
-        torch.export.save(program, content, extra_files={"sigcam.json": json.dumps(about)})
+        with _quiet():
+            torch.export.save(program, content, extra_files={"sigcam.json": json.dumps(about)})
         data = content.getvalue()
     else:
         data = onnx_bytes(program, about, opset)
+        if calibrate is not None:
+            data = quantized(data, calibration_inputs(net, calibrate, preprocess))
     if format == "triton":
         write_model_repository(path, data, net.class_names)
         return path
@@ -84,14 +91,20 @@ def export(
     return path
 
 
-def _check_precision(precision: FilePrecision, format: Format) -> None:
-    """Raise ConfigError for a precision that the format does not hold."""
+def _check_precision(precision: FilePrecision, calibrate: Samples | None, format: Format) -> None:
+    """Raise ConfigError for a precision that the format does not hold, MissingExtra without onnxruntime."""
     if precision not in get_args(FilePrecision):
         raise ConfigError(
             f"precision is {' or '.join(map(repr, get_args(FilePrecision)))}, not {precision!r}."
         )
     if precision != "float32" and format == "torch":
         raise ConfigError(f"format torch holds float32, not {precision}: use format onnx or triton.")
+    if precision == "int8" and calibrate is None:
+        raise ConfigError("int8 needs images that show which range values have: give some to calibrate on.")
+    if precision != "int8" and calibrate is not None:
+        raise ConfigError(f"images to calibrate on are for int8, not {precision}: leave them out.")
+    if calibrate is not None:
+        check_onnxruntime("exporting in int8")
 
 
 def _checked(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sigcam.core.errors import DataError, MissingExtra
+from sigcam.core.errors import ConfigError, DataError, MissingExtra
 from sigcam.core.types import GridSize, ImageSize
 from sigcam.data.loader import load_batches
 from sigcam.data.sample import Sample, Samples, match_classes
@@ -20,7 +22,9 @@ from sigcam.metrics import MaxBoxAccV2
 from sigcam.models.preprocess import Preprocess
 from sigcam.network.dual import DualBranch
 
-FilePrecision = Literal["float32", "float16"]
+FilePrecision = Literal["float32", "float16", "int8"]
+CALIBRATION_IMAGES = 100
+LAYERS, ACTIVATIONS = ("Conv", "Gemm", "MatMul"), ("Relu", "Clip")
 Input = NDArray[Any]
 
 
@@ -32,15 +36,119 @@ def inputs_of(net: DualBranch, samples: Samples, preprocess: bool) -> Iterator[t
             yield samples[index], image[None]
 
 
-def _session(path: Path) -> Any:
+def calibration_inputs(net: DualBranch, samples: Samples, preprocess: bool) -> Iterator[Input]:
+    """Yield the inputs of at most 100 samples, taken evenly from all."""
+    if not len(samples):
+        raise DataError("there are no images to calibrate on.")
+    chosen = samples[:: -(-len(samples) // CALIBRATION_IMAGES)]
+    return (image for _, image in inputs_of(net, chosen, preprocess))
+
+
+def quantized(data: bytes, inputs: Iterable[Input]) -> bytes:
+    """Return an ONNX file whose layers compute in 8-bit integers, with the ranges that the inputs have.
+
+    Preprocessing, maps, boxes and layers whose weights the maps share stay as they are.
+    """
+    import onnx
+    from onnxruntime.quantization import CalibrationMethod, QuantType
+    from onnxruntime.quantization.calibrate import TensorsData
+    from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+
+    model = onnx.load_from_string(data)
+    nodes = _layers(model.graph)
+    if not nodes:
+        raise ConfigError("this network has no layer that 8-bit integers could compute: export as float16.")
+    ranges = _ranges(model, {name for each in nodes for name in (each.input[0], each.output[0])}, inputs)
+    typed = {each.name for each in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
+    for name in ranges.keys() - typed:
+        info = onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
+        model.graph.value_info.append(info)
+    quantizer = QDQQuantizer(
+        model,
+        per_channel=True,
+        reduce_range=True,  # products of 8 bits overflow in processors without VNNI
+        weight_qType=QuantType.QInt8,
+        activation_qType=QuantType.QUInt8,
+        tensors_range=TensorsData(CalibrationMethod.MinMax, ranges),
+        nodes_to_quantize=[each.name for each in nodes],
+        nodes_to_exclude=[],
+        op_types_to_quantize=[*LAYERS, *ACTIVATIONS],
+        extra_options={"OpTypesToExcludeOutputQuantization": ["Gemm", "MatMul"]},  # logits stay exact
+    )
+    quantizer.quantize_model()
+    return bytes(quantizer.model.model.SerializeToString())
+
+
+def _layers(graph: Any) -> list[Any]:
+    """The nodes that logits depend on with weights of their own, and the activations that follow them."""
+    from onnx import TensorProto
+
+    makers = {name: node for node in graph.node for name in node.output}
+    needed, unseen = set[str](), ["logits", "branch_logits"]
+    while unseen:
+        node = makers.get(unseen.pop())
+        if node is not None and node.name not in needed:
+            needed.add(node.name)
+            unseen += node.input
+    weights = {each.name for each in graph.initializer if each.data_type == TensorProto.FLOAT}
+    reads = _reads(graph)
+    layers = [
+        node
+        for node in graph.node
+        if node.name in needed
+        and node.op_type in LAYERS
+        and node.input[1] in weights
+        and reads[node.input[1]] == 1
+    ]
+    made = {node.output[0] for node in layers}
+    return layers + [n for n in graph.node if n.op_type in ACTIVATIONS and n.input[0] in made]
+
+
+def _reads(graph: Any) -> Counter[str]:
+    """How often each tensor is read, in loops too."""
+    reads = Counter(name for node in graph.node for name in node.input)
+    for attribute in (attribute for node in graph.node for attribute in node.attribute):
+        if attribute.HasField("g"):
+            reads += _reads(attribute.g)
+    return reads
+
+
+def _ranges(model: Any, names: set[str], inputs: Iterable[Input]) -> dict[str, tuple[Any, Any]]:
+    """The lowest and highest value of each tensor over the inputs."""
+    import onnx
+
+    watched = copy.deepcopy(model)
+    inner = sorted(names - {"image"})
+    del watched.graph.output[:]
+    watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inner)
+    session = _session(watched.SerializeToString())
+    found = dict[str, tuple[Any, Any]]()
+    for image in inputs:
+        values = dict(zip(inner, session.run(None, {"image": image}), strict=True))
+        for name in names:
+            value = values.get(name, image)
+            low, high = found.get(name, (value.min(), value.max()))
+            found[name] = min(low, value.min()), max(high, value.max())
+    if not found:
+        raise DataError("none of the images to calibrate on could be read.")
+    return {name: (np.array(low), np.array(high)) for name, (low, high) in found.items()}
+
+
+def check_onnxruntime(work: str) -> None:
+    """Raise MissingExtra without onnxruntime, for the work that needs it."""
     try:
-        import onnxruntime
+        import onnxruntime  # noqa: F401
     except ImportError as error:
-        raise MissingExtra("measuring an exported file", "onnxruntime", "export") from error
+        raise MissingExtra(work, "onnxruntime", "export") from error
+
+
+def _session(source: Path | bytes) -> Any:
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = torch.get_num_threads()
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
 def compare_files(
