@@ -431,6 +431,23 @@ def classifier(name: str) -> str:
     return f"{by_row(head, *cells, bold=len(datasets))}\n{_line(last_line)}"
 
 
+def trainers() -> str:
+    """Return the localisation of each trainer's network, and the difference from plain training."""
+    variants = (("softmax", False), ("softmax", True), PAPER_METHOD)
+    lines = list[list[str]]()
+    names = dict.fromkeys((row["classifier"], row["method"]) for row in rows_of("trainers"))
+    for name, method in names:
+        rows = [find_row("trainers", each, classifier=name, method=method) for each in variants]
+        cells = [f"{rows[0]['top1_cls']:.1f}"]
+        for row in rows:
+            beside = row["versus"].get("max_box_acc_v2")
+            cells.append(
+                f"{row['max_box_acc_v2']:.1f}" + (f"; {between(beside['difference'])}" if beside else "")
+            )
+        lines.append([f"{name}, {method}", *cells])
+    return table(["trained by, map", "top-1", *(PAPER_ROWS[each] for each in variants)], lines)
+
+
 def shift() -> str:
     """Return the logit shift of each classifier, and what centring gains."""
     lines = list[list[str]]()
@@ -461,6 +478,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sources": sources,
     "pos-weight": pos_weight,
     "shift": shift,
+    "trainers": trainers,
     "claim": claim,
     "agreement": agreement,
     "cells": cells,
