@@ -24,7 +24,7 @@ from sigcam.network.dual import DualBranch
 
 FilePrecision = Literal["float32", "float16", "int8"]
 CALIBRATION_IMAGES = 100
-LAYERS, ACTIVATIONS = ("Conv", "Gemm", "MatMul"), ("Relu", "Clip")
+LAYERS, FOLLOWING = ("Conv", "Gemm", "MatMul"), ("Relu", "Clip")  # kinds of ONNX nodes
 Input = NDArray[Any]
 
 
@@ -72,7 +72,7 @@ def quantized(data: bytes, inputs: Iterable[Input]) -> bytes:
         tensors_range=TensorsData(CalibrationMethod.MinMax, ranges),
         nodes_to_quantize=[each.name for each in nodes],
         nodes_to_exclude=[],
-        op_types_to_quantize=[*LAYERS, *ACTIVATIONS],
+        op_types_to_quantize=[*LAYERS, *FOLLOWING],
         extra_options={"OpTypesToExcludeOutputQuantization": ["Gemm", "MatMul"]},  # logits stay exact
     )
     quantizer.quantize_model()
@@ -101,7 +101,7 @@ def _layers(graph: Any) -> list[Any]:
         and reads[node.input[1]] == 1
     ]
     made = {node.output[0] for node in layers}
-    return layers + [n for n in graph.node if n.op_type in ACTIVATIONS and n.input[0] in made]
+    return layers + [n for n in graph.node if n.op_type in FOLLOWING and n.input[0] in made]
 
 
 def _reads(graph: Any) -> Counter[str]:
