@@ -90,7 +90,7 @@ def find_branch_file(branch: str | None, model: str, weights: Path | None) -> Pa
     if branch == "sigmoid":
         raise CheckpointError(
             "the sigmoid branch must be fitted first: give its file (--branch branch.safetensors, made by "
-            "`sigcam fit`), or use --branch centred, which needs none."
+            "`sigcam fit`), or draw maps with --branch centred, which needs none."
         )
     if branch and is_hub_address(branch):
         download_branch(branch)  # before the classifier, which takes longer
