@@ -71,7 +71,7 @@ def test_every_method_has_a_row_for_each_head_that_its_maps_depend_on(
 ) -> None:
     for name in set(METHODS) - set(KEPT):
         del METHODS[name]
-    monkeypatch.setattr(table, "QUICK", replace(table.QUICK, most_passes=5))
+    monkeypatch.setattr(table, "QUICK", replace(table.QUICK, most_passes=5, limit=10))
     monkeypatch.setattr(table, "CHEAP", 3)
     register("slow", slow, samples=100)
     register("endless", endless)

@@ -1,5 +1,6 @@
 """The table of systems: every method of the registry on the softmax head, the branch, and with background."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -41,17 +42,18 @@ class Amounts:
             passes in all as such a method.
         fewest: images that a slow method gets at least.
         curve_images: images for insertion and deletion, of `curve_steps` steps each.
-        most_passes: for a map; a method that would take more tries fewer channels or samples. One that takes
-            more than twice as many all the same is left out.
-        everywhere: whether slow methods are measured on all data sets, instead of the first one alone.
+        most_passes: for a map; a method that would take more tries fewer channels or samples.
+        limit: passes, counted with those backwards, beyond which a method is left out all the same.
+        everywhere: passes beyond which a method is measured on the first data set alone.
     """
 
     images: int | None = 200
     fewest: int = 20
     curve_images: int | None = 30
     curve_steps: int = 10
-    most_passes: int | None = 1280
-    everywhere: bool = True
+    most_passes: int | None = 640
+    limit: int | None = 2560
+    everywhere: float = 1000
 
     def images_of(self, passes: float) -> int | None:
         """Return the number of images of a method that takes so many passes for a map."""
@@ -60,9 +62,11 @@ class Amounts:
         return min(self.images, max(self.fewest, int(self.images * CHEAP / passes)))
 
 
-QUICK = Amounts(images=12, fewest=4, curve_images=4, curve_steps=7, most_passes=16)
-WHOLE = Amounts(images=None, curve_images=None, curve_steps=FULL_CURVE_STEPS, most_passes=None)
-OF_LARGE = Amounts(images=60, curve_images=20, curve_steps=7, most_passes=256, everywhere=False)
+QUICK = Amounts(images=12, fewest=4, curve_images=4, curve_steps=7, most_passes=16, limit=32)
+WHOLE = Amounts(
+    None, curve_images=None, curve_steps=FULL_CURVE_STEPS, most_passes=None, limit=None, everywhere=math.inf
+)
+OF_LARGE = Amounts(images=60, curve_images=20, curve_steps=7, most_passes=256, limit=512, everywhere=CHEAP)
 
 
 def amounts(plan: Plan) -> Amounts:
@@ -98,15 +102,14 @@ def method_costs(
     kept = Checkpoint(plan.output / "parts" / f"costs-{plan.slug}.pt", facts)
     state = kept.load() or {"costs": {}, "left_out": {}}
     images, channels = _first_images(net, samples), channels_of(net)
-    most = how.most_passes and 2 * how.most_passes
     for number, name in enumerate(METHODS):
         if name in state["costs"] or name in state["left_out"]:
             continue
         settings = effort(name, channels, how)
         try:
-            state["costs"][name] = asdict(map_cost(net, images, name, settings, most_passes=most))
+            state["costs"][name] = asdict(map_cost(net, images, name, settings, most_passes=how.limit))
         except TooSlow:
-            state["left_out"][name] = f"it takes more than {most} passes for a map"
+            state["left_out"][name] = f"it takes more than {how.limit} passes for a map"
         except SigcamError as error:  # a package that is missing, a head or layers that do not allow it
             state["left_out"][name] = str(error).removesuffix(".")
         if rank() == 0:
@@ -154,7 +157,7 @@ def _rows(
     how, channels, groups = amounts(plan), channels_of(net), dict[tuple[Any, ...], list[str]]()
     first = plan.available(SYSTEM_DATASETS)[0]
     for name, cost in costs.items():
-        if cost.passes > CHEAP and dataset != first and not how.everywhere:
+        if cost.passes > how.everywhere and dataset != first:
             continue
         told = tuple(effort(name, channels, how).items())
         key = how.images_of(cost.passes), METHODS[name].class_specific, told
