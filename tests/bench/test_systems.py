@@ -131,7 +131,7 @@ def test_every_method_has_a_row_for_each_head_that_its_maps_depend_on(
 
 def test_slow_methods_get_fewer_images_and_the_papers_networks_fewer_of_all(plan: Plan) -> None:
     usual = table.Amounts(images=200, fewest=20)
-    assert [usual.images_of(passes) for passes in (1, 2, 8, 19, 4000)] == [200, 200, 50, 21, 20]
+    assert [usual.images_of(passes) for passes in (1, 12, 24, 4000)] == [200, 200, 100, 20]
     assert table.amounts(plan) is table.QUICK
     whole = replace(plan, fidelity_images=None, localization_images=None)
     assert table.amounts(whole).images_of(4000) is None

@@ -16,7 +16,7 @@ import sigcam
 from sigcam.core.errors import ConfigError
 from sigcam.methods import METHODS, method
 from sigcam.methods.probe import Probe
-from sigcam.methods.registry import method_name
+from sigcam.methods.registry import MapConfig, method_name
 from sigcam.network.attachment import attach
 from sigcam.ui.sources import available_methods, sources_of
 from sigcam.ui.viewer import Request, Viewer
@@ -107,6 +107,17 @@ def test_the_facts_of_a_method_are_true_of_its_maps(name: str, model: type[Gap])
     if not facts.signed:
         clamped = sigcam.explain(net, ex.images, name, clamp=True, **asked)
         assert torch.equal(clamped.maps, ex.maps)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_slow_method_is_told_to_stay_within_a_number_of_passes(name: str):
+    facts, most, channels = METHODS[name], 60, 1000
+    told = MapConfig(name).within(most, channels)
+    tried = told.top_n or channels if facts.tries_channels else 1
+    if facts.tries_channels or facts.samples:
+        assert told.passes * tried <= most
+    assert told.within(most, channels) == told
+    assert MapConfig(name).within(10**9, channels) == MapConfig(name)
 
 
 def test_spellings_are_facts_of_a_method():

@@ -936,6 +936,21 @@ def test_heads_can_be_read_while_one_is_added(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_slow_method_tries_less_on_the_page_and_the_caption_says_so(monkeypatch):
+    monkeypatch.setattr("sigcam.ui.viewer.MAX_PASSES", 8)
+    viewer = view(network(), "rise", "extremal-perturbation", "score-cam", "grad-cam", classes=(1,))
+    said = {"rise": "8 of 4000 samples", "extremal-perturbation": "2 of 800 samples"}
+    said |= {"score-cam": "8 of 12 channels tried", "grad-cam": ""}
+    for panel in viewer.panels:
+        assert panel.shortened == said[panel.method]
+        assert panel.shortened in panels_html(viewer)
+        if "samples" in panel.shortened:
+            asked: Any = {"samples": int(panel.shortened[0]), "scale": "raw", "classes": 1}
+            ex = explain(panel.source.net, [PICTURE], panel.method, branch=panel.source.branch, **asked)
+            assert torch.allclose(panel.raw_map[0, 0], ex.maps[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
 def test_score_cam_lets_others_at_the_model_between_passes():
     torch.manual_seed(0)
     net = attach(Gap(4, channels=512))

@@ -22,13 +22,13 @@ from sigcam.core.types import Progress
 from sigcam.data.loader import load_batches
 from sigcam.data.sample import Samples
 from sigcam.evaluation.metric_table import evaluation_facts
-from sigcam.methods.registry import METHODS
+from sigcam.methods.registry import METHODS, MapConfig
 from sigcam.network.dual import DualBranch
 
 SYSTEM_DATASETS = (*FINE_DATASETS, "pets")
 SYSTEM_FITS = ("sigmoid", "sigmoid + background")
 ANY_HEAD = "any head"  # the branch in rows of methods whose maps are the same for all classes and heads
-CHEAP = 2  # passes for a map, up to which a method is measured on all the images
+CHEAP = 12  # passes for a map, up to which a method is measured on all the images
 TIMED_IMAGES = 8
 _MASKS: Any = {"branches": ("softmax", "sigmoid"), "clamps": (None, True)}  # None: as published
 
@@ -48,12 +48,12 @@ class Amounts:
     """
 
     images: int | None = 200
-    fewest: int = 20
+    fewest: int = 50
     curve_images: int | None = 30
     curve_steps: int = 10
-    most_passes: int | None = 640
-    limit: int | None = 2560
-    everywhere: float = 1000
+    most_passes: int | None = 320
+    limit: int | None = 1280
+    everywhere: float = 900
 
     def images_of(self, passes: float) -> int | None:
         """Return the number of images of a method that takes so many passes for a map."""
@@ -66,7 +66,7 @@ QUICK = Amounts(images=12, fewest=4, curve_images=4, curve_steps=7, most_passes=
 WHOLE = Amounts(
     None, curve_images=None, curve_steps=FULL_CURVE_STEPS, most_passes=None, limit=None, everywhere=math.inf
 )
-OF_LARGE = Amounts(images=60, curve_images=20, curve_steps=7, most_passes=256, limit=512, everywhere=CHEAP)
+OF_LARGE = Amounts(60, 20, curve_images=20, curve_steps=7, most_passes=256, limit=1024, everywhere=2)
 
 
 def amounts(plan: Plan) -> Amounts:
@@ -120,13 +120,11 @@ def method_costs(
 
 def effort(method: str, channels: int, how: Amounts) -> dict[str, int]:
     """Return how many channels or samples a method is told to take, where its own number is too many."""
-    facts, most = METHODS[method], how.most_passes
-    passes = (facts.samples or 1) * facts.passes * (channels if facts.tries_channels else 1)
-    if most is None or passes <= most:
+    if how.most_passes is None:
         return {}
-    if facts.tries_channels:
-        return {"top_n": max(1, most // (passes // channels))}
-    return {"samples": max(1, most // facts.passes)} if facts.samples else {}
+    config = MapConfig(method).within(how.most_passes, channels)
+    told = {"top_n": config.top_n, "samples": config.samples}
+    return {name: count for name, count in told.items() if count}
 
 
 def channels_of(net: DualBranch) -> int:

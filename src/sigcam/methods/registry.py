@@ -201,6 +201,17 @@ class MapConfig:
         facts = METHODS[self.method]
         return (self.samples or facts.samples or 1) * facts.passes
 
+    def within(self, passes: int, channels: int) -> Self:
+        """Return the config with fewer channels to try, or fewer samples, where a map would take more passes
+        of a network whose features have so many channels."""
+        facts = METHODS[self.method]
+        tried = min(self.top_n or channels, channels) if facts.tries_channels else 1
+        if self.passes * tried <= passes:
+            return self
+        if facts.tries_channels:
+            return replace(self, top_n=max(1, passes // self.passes))
+        return replace(self, samples=max(1, passes // facts.passes)) if facts.samples else self
+
     @property
     def absolute(self) -> bool:
         """Whether cells are scored so that their mean is the branch's logit."""

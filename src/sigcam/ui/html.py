@@ -70,6 +70,7 @@ def _caption_html(panel: Panel, own_scale: bool) -> str:
         lines.insert(1, f'<b class="sc-{words.replace(" ", "-")}">{words}</b>, evidence {panel.evidence:.3f}')
     lines += [f"full colour: {panel.scale_max:.3g} {unit}"] if own_scale else []
     lines += [f"no absolute scale: {escape(panel.why_relative)}"] if panel.why_relative else []
+    lines += [panel.shortened] if panel.shortened else []
     lines += [f'<span class="sc-blank">{escape(panel.note)}</span>'] if panel.note else []
     return "<br>".join(lines)
 

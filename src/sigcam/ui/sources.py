@@ -7,14 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sigcam.core.errors import ConfigError
-from sigcam.methods.registry import METHODS, MapConfig
+from sigcam.methods.registry import METHODS
 from sigcam.methods.targets import Branch
 from sigcam.network.dual import DualBranch
 from sigcam.network.opening import has_shipped_branch, open_network
 from sigcam.ui.serve import UiOptions
 
-MAX_PASSES = 100  # an image
-SCORE_CAM_CHANNELS = 64
+MAX_PASSES = 200  # for a map; a method that would take more tries fewer channels or samples
 ZOOM = 1.0  # the page does not enlarge images
 SYNTHETIC_NOTICE = (
     "The examples are synthetic birds, which an ImageNet classifier does not know. Drop a photograph, or "
@@ -44,20 +43,10 @@ def sources_of(net: DualBranch, prefix: str = "") -> list[Source]:
 
 
 def available_methods(nets: Sequence[DualBranch]) -> list[str]:
-    """Return the methods that the heads of all networks support, but for slow ones."""
+    """Return the methods that the heads of all networks support."""
     linear = all("softmax" in net.linear for net in nets)
     missing = "attention" if linear else "linear"
-    return [
-        name
-        for name, method in METHODS.items()
-        if method.needs != missing and method.available and _passes(name) <= MAX_PASSES
-    ]
-
-
-def _passes(method: str) -> int:
-    """Return how many passes a method takes on the page."""
-    each = SCORE_CAM_CHANNELS if METHODS[method].tries_channels else 1
-    return MapConfig(method).passes * each
+    return [name for name, method in METHODS.items() if method.needs != missing and method.available]
 
 
 def why_relative(source: Source, method: str) -> str:

@@ -26,7 +26,7 @@ from sigcam.metrics.boxes import boxes_at
 from sigcam.models.preprocess import Preprocess
 from sigcam.network.calibration import LogitScale
 from sigcam.network.dual import DualBranch, ForwardPass, linear_weight
-from sigcam.ui.sources import SCORE_CAM_CHANNELS, ZOOM, Source, class_label, same_class, why_relative
+from sigcam.ui.sources import MAX_PASSES, ZOOM, Source, class_label, same_class, why_relative
 
 DISPLAY_SIDE = 288  # pixels of the longer side
 MAX_PANELS = 12
@@ -61,6 +61,7 @@ class Panel:
     evidence: float | None = None  # of a calibrated sigmoid branch
     calibration: LogitScale | None = None  # from scores of cells to probabilities, for an absolute map
     why_relative: str = ""  # why a map is not absolute although the visitor asks for it
+    shortened: str = ""  # what a slow method tried of all its channels or samples
     scale_max: float = 1.0  # value drawn in full colour
     image_uri: str = ""
     unit_map: Tensor = field(default_factory=lambda: torch.zeros(1, 1, 1))  # (1, H, W) in [0, 1]
@@ -273,8 +274,8 @@ class Viewer:
         clamp = source.branch == "sigmoid" and request.scale != "signed" and not absolute
         scale: Scale = "logit" if absolute else "raw"
         facts = METHODS[method]
-        top_n = SCORE_CAM_CHANNELS if facts.tries_channels else None
-        config = MapConfig(method, source.branch, clamp, scale=scale, top_n=top_n)
+        channels = forward_pass.features.shape[1]
+        config = MapConfig(method, source.branch, clamp, scale=scale).within(MAX_PASSES, channels)
         classes = torch.tensor([indices], device=source.net.device)
         size: MapSize = "image" if facts.gives == "pixels" else "features"
         ex = explain_pass(net, forward_pass, config, classes=classes, size=size)
@@ -286,6 +287,7 @@ class Viewer:
             panel.note = _blank_note(raw_map, clamp, signed=absolute or request.scale == "signed")
             panel.calibration = source.net.calibration.map_scale(ZOOM) if absolute else None
             panel.why_relative = why
+            panel.shortened = _shortened(config, channels)
             if source.branch == "sigmoid" and is_calibrated(source.net):
                 panel.evidence = self._evidence(source.net, k)
             panels.append(panel)
@@ -303,6 +305,13 @@ class Viewer:
         signed = self.request.scale == "signed"
         values = (panel.values(size) / panel.scale_max).nan_to_num(0.0)
         return overlay(self.display, values.clamp(-1 if signed else 0, 1), signed=signed, peak=1.0)
+
+
+def _shortened(config: MapConfig, channels: int) -> str:
+    """Return what a method was told to try, or "" if it tries everything."""
+    if config.top_n:
+        return f"{config.top_n} of {channels} channels tried"
+    return f"{config.samples} of {METHODS[config.method].samples} samples" if config.samples else ""
 
 
 def _scaled(box: RelativeBox, width: int, height: int) -> list[float]:
