@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from sigcam.methods.compat import HiResCAM as HiResCAM
     from sigcam.methods.compat import LayerCAM as LayerCAM
     from sigcam.methods.compat import RandomCAM as RandomCAM
+    from sigcam.methods.compat import RefineCAM as RefineCAM
     from sigcam.methods.compat import ScoreCAM as ScoreCAM
     from sigcam.methods.compat import SegEigenCAM as SegEigenCAM
     from sigcam.methods.compat import ShapleyCAM as ShapleyCAM
@@ -89,6 +90,7 @@ _HOMES = {
         "KPCA_CAM",
         "LayerCAM",
         "RandomCAM",
+        "RefineCAM",
         "SSCAM",
         "ScoreCAM",
         "SegEigenCAM",

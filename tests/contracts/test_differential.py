@@ -279,7 +279,7 @@ def by_drop_in_class(case: Case, x: Tensor, chosen: Tensor) -> Found:
     names = {
         cls.method: cls
         for cls in vars(compat).values()
-        if hasattr(cls, "method") and cls is not compat.FinerCAM
+        if hasattr(cls, "method") and not issubclass(cls, compat._OfMethod)
     }
     drop_in = names[case.method]
     if case.target == "finer-cam":

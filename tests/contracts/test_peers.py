@@ -10,14 +10,21 @@ import numpy as np
 import pytest
 import pytorch_grad_cam as pgc
 import torch
+import torch.nn.functional as F
 from captum.attr import LayerGradCam
+from pytorch_grad_cam.feature_factorization.deep_feature_factorization import dff
+from pytorch_grad_cam.metrics import road
 from pytorch_grad_cam.utils.model_targets import ClassifierOutputSoftmaxTarget, ClassifierOutputTarget
-from torch import Tensor
+from torch import Tensor, nn
 from torchcam import methods as torchcam
+from torchvision.models.vision_transformer import VisionTransformer
 
 import support.method_oracles as oracle
 from sigcam.core.errors import DataError
+from sigcam.methods.concepts import factorize, nonnegative_factors
 from sigcam.methods.explainer import explain
+from sigcam.metrics import removal
+from sigcam.network.attachment import attach
 from support.method_cases import (
     CASES,
     CHOSEN,
@@ -203,6 +210,13 @@ DIFFERENCES: dict[str, tuple[str, str, str, str, str]] = {
         "sums the cells far above each channel's mean, weighted by that mean",
         "the paper sums binary maps, each weighted by the mean of its channel",
     ),
+    "fullgrad_range": (
+        "fullgrad-saliency (the authors')",
+        "FullGrad",
+        "scales all channels of a layer by one range, and enlarges them with corners aligned",
+        "scales each channel by its own range, and enlarges it between pixel centres",
+        "as pytorch-grad-cam does: channels of small values count, too",
+    ),
     "ablation_cam_negative_score": (
         "pytorch-grad-cam",
         "Ablation-CAM",
@@ -234,6 +248,35 @@ DIFFERENCES: dict[str, tuple[str, str, str, str, str]] = {
         "their maximum, with tanh on all but the last layer's",
         "as in the Layer-CAM paper: fine detail of early layers is not averaged away",
     ),
+    "refine_cam_smoothing": (
+        "pytorch-grad-cam",
+        "RefineCAM with `eigen_smooth`",
+        "averages each layer's map over six views of the image instead, as `aug_smooth` does",
+        "keeps the first principal component of each layer's weighted channels",
+        "it is what the name says",
+    ),
+    "random_cam": (
+        "pytorch-grad-cam",
+        "RandomCAM",
+        "draws other weights in each call",
+        "always takes the same ones",
+        "the same image has the same map every time",
+    ),
+    "factorization": (
+        "pytorch-grad-cam",
+        "DeepFeatureFactorization",
+        "subtracts each channel's minimum before it factorises, and scales each map by itself",
+        "counts negative features as zero; the maps of one concept have one scale in all images",
+        "where an image lacks a concept, its map is dark",
+    ),
+    "road": (
+        "pytorch-grad-cam",
+        "ROAD",
+        "how the target's output changes, where all pixels from a percentile of the map on are removed",
+        "the class's probability, where exactly the share that is asked for is removed; equal values in "
+        "reading order",
+        "else a map that is mostly 0 loses all of its zeros at the first step",
+    ),
     "scaling": (
         "pytorch-grad-cam, torch-cam",
         "all",
@@ -263,6 +306,20 @@ DIFFERENCES: dict[str, tuple[str, str, str, str, str]] = {
         "scales it after upsampling",
         "the paper normalises the upsampled mask: every channel is then shown at full strength somewhere",
     ),
+    "is_cam_strengths": (
+        "torch-cam",
+        "IS-CAM",
+        "begins with a strength of 1 / N, so that each is the following one: up to (N + 1) / 2",
+        "begins with 0 and ends with (N - 1) / 2",
+        "the paper's sum is over j / N from j = 0 on, and so is the formula on torch-cam's page",
+    ),
+    "refine_cam_size": (
+        "torch-cam",
+        "RefineCAM",
+        "multiplies maps at the size of the largest layer, each scaled before it is enlarged",
+        "multiplies them at the image's size, each scaled there",
+        "as in the implementation that the authors gave to pytorch-grad-cam",
+    ),
     "layer_cam_tanh": (
         "torch-cam",
         "Layer-CAM of several layers",
@@ -276,6 +333,13 @@ DIFFERENCES: dict[str, tuple[str, str, str, str, str]] = {
         "subtracts 0.6 times the plain mean of the nearest classes",
         "subtracts their mean weighted by probability, at full strength",
         "the likelier rival counts more; `target=` takes any function of the logits for other choices",
+    ),
+    "rollout_dropped": (
+        "vit-explain",
+        "attention rollout",
+        "sets the lowest 90% of each layer's attention to 0 unless told otherwise",
+        "keeps all of it",
+        "the paper multiplies the whole matrices",
     ),
 }
 
@@ -332,6 +396,75 @@ def test_difference_fem(name: str) -> None:
     x, twin = pictures(name), plain(network(name), "softmax", name)
     choices = [[unit(oracle.fem(twin, one, shares=shares), name) for one in x] for shares in (True, False)]
     check(peer_maps(pgc.FEM, twin, x), ours("fem", name), *choices)
+
+
+@pytest.mark.parametrize("name", ["gap", "vgg", "normed"])
+def test_difference_fullgrad_range(name: str) -> None:
+    x, twin = pictures(name), plain(network(name), "softmax", name)
+    by_layer, by_channel = (
+        [min_max(oracle.full_gradient(twin.model, x[i], k, by_layer=way)) for i, k in enumerate(CHOSEN)]
+        for way in (True, False)
+    )
+    check(np.array(by_layer), ours("fullgrad", name), by_layer, by_channel)  # the peer is not installed
+
+
+def test_difference_random_cam() -> None:
+    x, twin = pictures("vgg"), plain(network("vgg"), "softmax", "vgg")
+    assert differ(peer_maps(pgc.RandomCAM, twin, x), peer_maps(pgc.RandomCAM, twin, x))
+    mine = ours("random-cam", "vgg")
+    assert np.array_equal(mine, ours("random-cam", "vgg"))
+    expected = [unit(low_map("random-cam", twin, x[i], k), "vgg") for i, k in enumerate(CHOSEN)]
+    assert np.abs(mine - np.array(expected)).max() < 1e-5
+
+
+def test_difference_factorization() -> None:
+    x, model = pictures("signed", 3).float(), plain(network("signed"), "softmax", "signed").model.float()
+    with torch.no_grad():
+        features = model.body(x).numpy()
+    vectors, factors = dff(features.copy(), 2)
+    assert (features.min((0, 2, 3)) < -0.5).any()
+    assert (vectors >= features.min((0, 2, 3))[:, None] - 1e-5).all() and vectors.min() < 0
+    theirs = pgc.DeepFeatureFactorization(model, model.body)(x, 2)[1]
+    for one, found in zip(factors, theirs, strict=True):
+        for low, drawn in zip(one, found, strict=True):
+            assert np.abs(oracle.bilinear(min_max(low, 1e-7), 16, 24) - drawn).max() < 1e-5
+    mine = factorize(network("signed"), x.double(), 2)
+    cells = torch.from_numpy(features).double().relu().movedim(1, -1)  # (B, P, Q, N)
+    lows = nonnegative_factors(cells.flatten(0, 2), 2)[0].view(*cells.shape[:3], 2).numpy()
+    for i in range(3):
+        for k in range(2):
+            expected = oracle.bilinear(lows[i, ..., k] / lows[..., k].max(), 16, 24)
+            assert np.abs(expected - mine.maps[i, k].numpy()).max() < 1e-5
+    assert lows.max((1, 2)).min() < 0.9 * lows.max()  # darker in one image than in another
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")  # the peer's
+def test_difference_road(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    images, maps = (torch.rand(shape, generator=generator) for shape in ((2, 3, 6, 5), (2, 6, 5)))
+    model, classes = nn.Sequential(nn.Flatten(), nn.Linear(90, 4)), torch.tensor([2, 0])
+    targets = [ClassifierOutputSoftmaxTarget(int(k)) for k in classes]
+    monkeypatch.setattr(torch, "randn_like", torch.zeros_like)  # no noise in either
+    monkeypatch.setattr(removal, "impute", partial(removal.impute, noise=0))
+
+    def theirs(peer: Any, shown: Tensor, percent: int, **options: Any) -> Any:
+        return peer(100 - percent)(images, shown.numpy(), targets, model, **options)
+
+    kinds = road.ROADLeastRelevantFirst, road.ROADMostRelevantFirst
+    for percent in (20, 50):
+        curves = removal.removal_curves(
+            lambda x: model(x).softmax(1), images, maps, classes, fractions=[percent / 100]
+        )
+        before = model(images).softmax(1)[[0, 1], classes].detach().numpy()
+        for peer, curve in zip(kinds, curves, strict=True):
+            assert np.abs(theirs(peer, maps, percent, return_diff=False) - curve[:, 0].numpy()).max() < 1e-5
+            assert np.abs(theirs(peer, maps, percent) - (curve[:, 0].numpy() - before)).max() < 1e-5
+    sparse, seen = torch.where(maps > 0.5, maps, 0.0), list[int]()
+    _, imputed = theirs(kinds[0], sparse, 10, return_diff=False, return_visualization=True)
+    assert torch.equal((imputed != images).any(1), sparse == 0)
+    monkeypatch.setattr(removal, "impute", lambda x, gone: seen.extend(gone.sum((1, 2)).tolist()) or x)
+    removal.removal_curves(lambda x: model(x).softmax(1), images, sparse, classes, fractions=[0.1])
+    assert seen == [3] * 4 and int((sparse == 0).sum((1, 2)).min()) > 9
 
 
 @pytest.mark.parametrize("name", ["gap", "signed", "vgg", "normed", "vit"])
@@ -444,6 +577,57 @@ def test_difference_layer_cam_tanh() -> None:
     check(theirs, ours("layer-cam", "vgg", layers=LAYERS), everywhere, our_choice)
 
 
+@pytest.mark.parametrize("method", sorted(SAME))
+def test_refine_cam_is_pytorch_grad_cams(method: str) -> None:
+    twin, x = plain(network("vgg"), "softmax", "vgg"), pictures("vgg")
+    layers = [twin.model.get_submodule(layer) for layer in LAYERS]
+    peer = pgc.RefineCAM(twin.model, layers, base_method=SAME[method])
+    theirs = peer(x, [ClassifierOutputTarget(k) for k in CHOSEN])
+    assert np.abs(theirs - ours(method, "vgg", layers=LAYERS, fusion="product")).max() < 1e-5
+
+
+def test_difference_refine_cam_smoothing() -> None:
+    twin, x = plain(network("vgg"), "softmax", "vgg"), pictures("vgg")
+    layers, targets = (
+        [twin.model.get_submodule(e) for e in LAYERS],
+        [ClassifierOutputTarget(k) for k in CHOSEN],
+    )
+    peer = pgc.RefineCAM(twin.model, layers, base_method=pgc.HiResCAM)
+    views, smoothed = [], []
+    for layer in layers:
+        with pgc.HiResCAM(twin.model, [layer]) as each:
+            views.append(each(x, targets, aug_smooth=True))
+    for i, k in enumerate(CHOSEN):
+        lows = []
+        for name in LAYERS:
+            twin.layer = name
+            lows.append(oracle.eigen_smoothed("hires-cam", twin, x[i], k, oracle.logit))
+        smoothed.append(oracle.multiplied(lows, 8, 32))
+    check(
+        peer(x, targets, eigen_smooth=True),
+        ours("hires-cam", "vgg", layers=LAYERS, fusion="product", eigen_smooth=True),
+        [min_max(each) for each in np.prod(views, axis=0)],
+        smoothed,
+    )
+
+
+def test_difference_refine_cam_size() -> None:
+    twin, x, small = plain(network("vgg"), "softmax", "vgg"), pictures("vgg"), ["features.4", "features.5"]
+    with torchcam.RefineCAM(twin.model, list(small), base_method=torchcam.LayerCAM) as peer:
+        theirs = peer(class_idx=CHOSEN, scores=twin.model(x))[0].numpy()
+    at_layer, at_image = [], []
+    for i, k in enumerate(CHOSEN):
+        lows = []
+        for layer in small:
+            twin.layer = layer
+            lows.append(low_map("layer-cam", twin, x[i], k))
+        each = np.prod([oracle.bilinear(min_max(np.maximum(low, 0), 1e-8), 4, 16) for low in lows], axis=0)
+        at_layer.append(min_max(oracle.bilinear(each, 8, 32)))
+        at_image.append(oracle.multiplied(lows, 8, 32))
+    enlarged = np.array([min_max(oracle.bilinear(each, 8, 32)) for each in theirs])
+    check(enlarged, ours("layer-cam", "vgg", layers=small, fusion="product"), at_layer, at_image)
+
+
 def test_difference_scaling() -> None:
     net, x = fitted(Gap(), (16, 24)), pictures("gap")
     with torch.no_grad():
@@ -494,6 +678,51 @@ def test_difference_score_cam_order(name: str) -> None:
     ]
     theirs = np.array([unit(low, name) for low in torchcam_maps(torchcam.ScoreCAM, twin, x)])
     check(theirs, ours("score-cam", name), *lows)
+
+
+@pytest.mark.parametrize("name", ["gap", "vgg"])
+def test_difference_is_cam_strengths(name: str) -> None:
+    x, twin = pictures(name), plain(network(name), "softmax", name)
+    shifted, later, expected = (
+        [unit(low_map("is-cam", twin, x[i], k, **choice), name) for i, k in enumerate(CHOSEN)]
+        for choice in ({"first": 1, "scaled_first": True}, {"first": 1}, {})
+    )
+    theirs = np.array([unit(low, name) for low in torchcam_maps(torchcam.ISCAM, twin, x)])
+    check(theirs, ours("is-cam", name), shifted, expected)
+    assert differ(np.array(later), np.array(expected))
+
+
+def test_legrad_is_torch_cams() -> None:
+    torch.manual_seed(0)
+    sizes: Any = {"image_size": 24, "patch_size": 4, "num_layers": 3, "num_heads": 2}
+    model = VisionTransformer(**sizes, hidden_dim=8, mlp_dim=16, num_classes=5).double().eval()
+    x = torch.randn(2, 3, 24, 24, dtype=torch.float64)
+    nn.init.normal_(model.heads.head.weight)  # zero as it is made
+    with torchcam.LeGrad(model, list(model.encoder.layers)) as peer:
+        theirs = peer(CHOSEN, model(x), normalized=False)[0]
+    net, options = attach(model, example=x[:1]), {"scale": "raw", "size": "features"}
+    maps = explain(net, x, "legrad", branch="softmax", classes=CHOSEN, **options).maps  # type: ignore[arg-type]
+    assert maps.shape == (2, 6, 6) and close(maps, theirs.numpy(), 1e-9)
+
+
+def test_difference_rollout_dropped() -> None:
+    x, model = pictures("vit"), plain(network("vit"), "softmax", "vit").model
+
+    def rolled(one: Tensor, dropped: float) -> Array:
+        tokens = model.embed(F.unfold(one[None], 4, stride=4).transpose(1, 2))
+        tokens = torch.cat([model.extra, tokens], 1) + model.position
+        product = np.eye(tokens.shape[1])
+        for layer in model.layers:
+            normed = layer.norm1(tokens)
+            mean = layer.self_attn(normed, normed, normed)[1][0].detach().numpy().copy()
+            lowest = mean.ravel().argsort()[: int(mean.size * dropped)]
+            mean.flat[lowest[lowest != 0]] = 0
+            step = mean + np.eye(len(mean))
+            product, tokens = step / step.sum(1, keepdims=True) @ product, layer(tokens)
+        return product[0, 2:].reshape(4, 6)
+
+    maps = [[unit(rolled(one, dropped), "vit") for one in x] for dropped in (0.9, 0.0)]
+    check(np.array(maps[0]), ours("attention-rollout", "vit"), *maps)  # the peer is not installed
 
 
 def test_difference_finer_cam_strength() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sigcam.core.errors import ConfigError, MissingExtra
 from sigcam.methods import METHODS, attributions
+from sigcam.methods.backpropagation import guided_gradients
 from sigcam.methods.explainer import explain
 from sigcam.methods.probe import Probe
 from sigcam.methods.registry import MapConfig
@@ -352,6 +353,13 @@ DIFFERENCES: dict[str, tuple[str, str, str, str, str]] = {
         "is a constant",
         "relevance adds up to the score, but for biases",
     ),
+    "guided_functions": (
+        "captum",
+        "guided backpropagation",
+        "guides modules of ReLU; functions get the plain gradient",
+        "guides every call of a ReLU, module or function",
+        "what a network computes does not depend on how it is written",
+    ),
 }
 
 
@@ -477,3 +485,14 @@ def test_difference_lrp_sums() -> None:
     assert float((theirs - 2 * ours).abs().max()) < 1e-4 * float(ours.abs().max())
     with pytest.raises(TypeError, match="no rule"):
         captum.LRP(made(Clipped)[0].model).attribute(x[:1].clone().requires_grad_(), target=0)
+
+
+def test_difference_guided_functions() -> None:
+    maps = []
+    for make in (Modules, Functions):
+        net, x = made(make)
+        theirs, gradient = (peer(each, net, x[:1]) for each in (captum.GuidedBackprop, captum.Saliency))
+        maps.append(guided_gradients(probe(net, x))[0, 0])
+        assert torch.allclose(theirs, maps[-1]) == (make is Modules)
+        assert torch.allclose(theirs.abs(), gradient) == (make is Functions)
+    assert torch.allclose(*maps)

@@ -182,6 +182,23 @@ def test_several_layers_are_fused_as_the_peer_does(name: str) -> None:
     assert np.array_equal(ours, getattr(sigcam, name)(model, ["features.1", "features.5"])(x, [3, 3, 0]))
 
 
+@pytest.mark.parametrize("base", ["GradCAMPlusPlus", "HiResCAM"])
+def test_refine_cam_multiplies_layers_as_the_peer_does(base: str) -> None:
+    model, _, x = case("vgg")
+    layers = [model.get_submodule(f"features.{i}") for i in (1, 4)]
+    cam = sigcam.RefineCAM(model, layers, base_method=getattr(sigcam, base))
+    ours = cam(x, outputs([3, 3, 0]))
+    with_peers = sigcam.RefineCAM(model, layers, None, getattr(pgc, base))(x, outputs([3, 3, 0]))
+    theirs = pgc.RefineCAM(model, layers, base_method=getattr(pgc, base))(x, outputs([3, 3, 0]))
+    assert np.abs(ours - theirs).max() < 1e-5 and np.array_equal(ours, with_peers)
+    names = ["features.1", "features.4"]
+    ex = explain(cam.net, x, cam.method, branch="softmax", classes=[3, 3, 0], layers=names, fusion="product")
+    assert np.array_equal(ours, ex.maps.numpy())
+    assert sigcam.RefineCAM(model, names)(x).shape == ours.shape
+    one = sigcam.RefineCAM(model, layers[1:], base_method=getattr(sigcam, base))  # the method's own map
+    assert np.array_equal(one(x, 1), getattr(sigcam, base)(model, layers[1:])(x, 1))
+
+
 def test_layer_cam_fuses_layers_as_its_paper_does() -> None:
     model, _, x = case("vgg")
     layers = ["features.1", "features.4"]

@@ -215,6 +215,41 @@ def test_maps_of_several_layers_are_fused_as_their_paper_says(method: str, branc
             assert np.abs(maps[i].numpy() - oracle.fused(method, lows, 8, 32)).max() < 1e-5
 
 
+@pytest.mark.parametrize("fusion", ["mean", "max", "product"])
+@pytest.mark.parametrize("method", ["grad-cam++", "layer-cam", "score-cam"])
+def test_maps_of_several_layers_are_fused_as_asked(method: str, fusion: Any) -> None:
+    net, x, layers = network("vgg"), pictures("vgg"), ["features.1", "features.4"]
+    fuse = {"mean": oracle.averaged, "max": partial(oracle.fused, "layer-cam"), "product": oracle.multiplied}
+    options: Any = {"branch": "softmax", "classes": CHOSEN, "layers": layers}
+    maps = explain(net, x, method, **options, fusion=fusion).maps
+    for i, k in enumerate(CHOSEN):
+        lows = []
+        for layer in layers:
+            twin = plain(net, "softmax", "vgg")
+            twin.layer = layer
+            lows.append(low_map(method, twin, x[i], k))
+        assert np.abs(maps[i].numpy() - fuse[fusion](lows, 8, 32)).max() < 1e-5
+    usual = "max" if method == "layer-cam" else "mean"
+    assert (fusion == usual) == torch.equal(maps, explain(net, x, method, **options).maps)
+
+
+def test_a_product_of_maps_that_share_no_pixel_is_blank_and_says_so() -> None:
+    first, second = nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1)
+    model = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model.append(nn.Linear(1, 2))
+    with torch.no_grad():
+        for layer, weight, bias in ((first, 1.0, 0.0), (second, -1.0, 1.0)):  # x, then 1 - x
+            layer.weight.fill_(weight)
+            layer.bias.fill_(bias)  # type: ignore[union-attr]
+    x = torch.zeros(1, 1, 4, 6)
+    x[..., :3] = 1
+    net, options = attach(model, example=x), {"branch": "softmax", "layers": ["1", "3"]}
+    apart = explain(net, x, "eigen-cam", **options, fusion="product")  # type: ignore[arg-type]
+    assert bool(apart.blank) and "no pixel is above zero in the maps of all layers" in apart.notes[0]
+    together = explain(net, x, "eigen-cam", **options, fusion="max")  # type: ignore[arg-type]
+    assert not bool(together.blank)
+
+
 # ------------------------------------------------------------------------------------------------ identities
 
 

@@ -301,6 +301,10 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"method": 5}, "method is a name such as 'grad-cam', not 5"),
     ({"layers": "layer4"}, "layers is a list of layers"),
     ({"layers": nn.ReLU()}, "layers is a list of layers"),
+    ({"fusion": "sum"}, "unknown fusion 'sum': there are mean, max, product"),
+    ({"fusion": "product"}, "fusion='product' is for maps of several layers: name two or more in layers="),
+    ({"fusion": "mean", "layers": ["body"]}, "name two or more"),
+    ({"method": "RefineCAM"}, "is the product of several layers' maps, by any method: explain"),
 ]
 
 

@@ -31,13 +31,14 @@ def attention(block: nn.TransformerEncoderLayer, x: Tensor) -> tuple[Tensor, Ten
 
 
 def looped(model: PlainVit, head: nn.Module, image: Tensor, k: int, cells: tuple[int, int]) -> Tensor:
-    """The mean over blocks of the positive gradients by attention, of the class's logit right after them."""
+    """The mean over blocks of the positive gradients by attention, of the class's logit for the mean of
+    all tokens right after them, the class token included."""
     tokens = model.embed(F.unfold(image[None], model.patch, stride=model.patch)[0].T)
     tokens = torch.cat([model.extra[0], tokens]) + model.position[0]
     total = torch.zeros(len(tokens), dtype=image.dtype)
     for block in model.layers:
         tokens, weights = attention(block, tokens)  # type: ignore[arg-type]
-        logit = head(model.norm(tokens[0]))[k]
+        logit = head(model.norm(sum(tokens) / len(tokens)))[k]
         (gradient,) = torch.autograd.grad(logit, weights, retain_graph=True)
         for row in gradient.flatten(0, 1):
             total += row.clamp(min=0) / (gradient.shape[0] * gradient.shape[1])

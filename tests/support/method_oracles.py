@@ -200,9 +200,12 @@ def ss_cam(plain: Plain, image: Tensor, k: int, target: Target) -> Array:
     return score_cam(plain, image, k, target, changes=changes)
 
 
-def is_cam(plain: Plain, image: Tensor, k: int, target: Target) -> Array:
-    strengths = [sum(j / 10 for j in range(i)) for i in range(1, 11)]
-    return score_cam(plain, image, k, target, changes=[lambda mask, c=c: c * mask for c in strengths])
+def is_cam(
+    plain: Plain, image: Tensor, k: int, target: Target, *, first: int = 0, scaled_first: bool = False
+) -> Array:
+    strengths = [sum(j / 10 for j in range(first, first + i)) for i in range(1, 11)]
+    changes = [lambda mask, c=c: c * mask for c in strengths]
+    return score_cam(plain, image, k, target, scaled_first=scaled_first, changes=changes)
 
 
 def score_cam(
@@ -406,6 +409,14 @@ def averaged(lows: Sequence[Array], height: int, width: int) -> Array:
     return min_max(np.mean([bilinear(low, height, width) for low in scaled], axis=0))
 
 
+def multiplied(lows: Sequence[Array], height: int, width: int) -> Array:
+    """RefineCAM: the product over layers of maps without negative values, enlarged, then scaled."""
+    product = np.ones((height, width))
+    for low in lows:
+        product = product * min_max(bilinear(np.maximum(low, 0), height, width))
+    return min_max(product)
+
+
 def bilinear(values: Array, height: int, width: int, *, aligned: bool = False) -> Array:
     """Bilinear resizing between pixel centres, or with the corners' centres on each other if `aligned`."""
 
@@ -423,9 +434,11 @@ def bilinear(values: Array, height: int, width: int, *, aligned: bool = False) -
     return resized
 
 
-def full_gradient(model: nn.Module, image: Tensor, k: int, *, epsilon: float = 0.0) -> Array:
+def full_gradient(
+    model: nn.Module, image: Tensor, k: int, *, epsilon: float = 0.0, by_layer: bool = False
+) -> Array:
     """FullGrad, from zeros added to the output of every convolution and normalisation; a peer adds `epsilon`
-    to the range by which it divides."""
+    to the range by which it divides, another one takes one range for all channels of a layer."""
     added: list[tuple[Tensor, nn.Module]] = []
 
     def add(module: nn.Module, args: Any, out: Tensor) -> Tensor:
@@ -439,12 +452,17 @@ def full_gradient(model: nn.Module, image: Tensor, k: int, *, epsilon: float = 0
     for handle in handles:
         handle.remove()
     gradients = torch.autograd.grad(score, [pixels, *(zeros for zeros, _ in added)])
-    total = sum(min_max(np.abs(channel), epsilon) for channel in (image * gradients[0][0]).detach().numpy())
+
+    def scaled(channels: Array) -> list[Array]:
+        sizes = np.abs(channels)
+        return list(min_max(sizes)) if by_layer else [min_max(each, epsilon) for each in sizes]
+
+    total = sum(scaled((image * gradients[0][0]).detach().numpy()))
     for g, (_, layer) in zip(gradients[1:], added, strict=True):
         bias: Any = layer.bias
         if isinstance(layer, nn.BatchNorm2d):
             bias = layer.bias - layer.weight * layer.running_mean / (layer.running_var + layer.eps).sqrt()
-        for b, channel in zip(bias.detach().numpy(), g[0].numpy(), strict=True):
-            total = total + bilinear(min_max(np.abs(b * channel), epsilon), *image.shape[1:])
+        for low in scaled(bias.detach().numpy()[:, None, None] * g[0].numpy()):
+            total = total + bilinear(low, *image.shape[1:], aligned=by_layer)
     found: Array = total
     return found

@@ -38,6 +38,9 @@ class ExplainOptions(
     method: str = option("Method: cam, grad-cam, grad-cam++, layer-cam, score-cam, ...", "grad-cam")
     target: str = option("Score to explain: class, probability or finer-cam.", "class")
     layers: str | None = option("Fuse the maps of these layers: layer3,layer4.", None)
+    fusion: str | None = option(
+        "How they are fused: mean, max (as in Layer-CAM) or product (RefineCAM).", None
+    )
     zoom: float = option("Draw maps from the image enlarged by this factor: finer, slower.", 1.0)
     stride: int | None = option("1: no stride in a CNN's last stage; maps twice as fine.", None)
     aug_smooth: bool = option("Average over mirror images and brightnesses: six passes.", False)
@@ -108,6 +111,7 @@ def explain_command(options: ExplainOptions) -> None:
         top_n=o.top_n,
         samples=o.samples,
         layers=tuple(o.layers.split(",")) if o.layers else None,
+        fusion=o.fusion,
         zoom=o.zoom,
         stride=o.stride,
         aug_smooth=o.aug_smooth,
@@ -182,7 +186,7 @@ SCALE_LINES = {
     "probability": "scale: probability, the same for all images; the box is where it is above {:g} "
     "(--scale unit stretches each map from 0 to 1)",
 }
-SETTINGS = ("scale", "clamp", "aug_smooth", "eigen_smooth", "top_n", "samples")  # of the manifest
+SETTINGS = ("scale", "clamp", "aug_smooth", "eigen_smooth", "fusion", "top_n", "samples")  # of the manifest
 TABLE_ROWS = 20  # rows of the table
 
 

@@ -19,7 +19,7 @@ from sigcam.metrics.boxes import scaled_boxes
 
 Need = Literal["boxes", "masks", "labels", "a network"]
 Threshold = Literal["maximum", "percentile"]  # what the thresholds of boxes are fractions of
-PERCENTILE = 90.0  # of a map, instead of its maximum (Bae et al., 2020, Sec. 3.4)
+PERCENTILE = 90.0  # of a map, instead of its maximum (Bae et al., 2020; their program)
 _ANNOTATIONS = {"boxes": "boxes", "masks": "open_mask", "labels": "label"}  # need -> field of a Sample
 
 

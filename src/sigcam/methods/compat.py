@@ -17,7 +17,7 @@ from sigcam.methods.concepts import factorize
 from sigcam.methods.explainer import explain
 from sigcam.methods.inputs import choose_classes
 from sigcam.methods.probe import Probe
-from sigcam.methods.registry import METHODS, method_name
+from sigcam.methods.registry import METHODS, Fusion, method_name
 from sigcam.methods.targets import Branch, Target, TargetName, finer_score, nearest_classes
 from sigcam.network.attachment import attach, unwrap
 from sigcam.network.dual import DualBranch
@@ -43,6 +43,7 @@ class _Cam:
     """
 
     method: str
+    fusion: Fusion | None = None  # the method's own
     net: DualBranch
     layers: Layers
     _images: Tensor | None = None
@@ -110,9 +111,10 @@ class _Cam:
         net, images = self.attached(images)
         self._images = images
         parsed = _parse_targets(targets, len(images), net.classes)
+        fusion = self.fusion if len(self.layers or ()) > 1 else None
         at_layers = partial(explain, net, method=self.method, branch=self.branch, layers=self.layers)
         smoothing = {"aug_smooth": aug_smooth, "eigen_smooth": eigen_smooth}
-        run = partial(at_layers, batch_size=self.batch_size, **smoothing)
+        run = partial(at_layers, fusion=fusion, batch_size=self.batch_size, **smoothing)
         if not isinstance(parsed, list):
             parts = [run(images, classes=parsed, target=score)]
         elif METHODS[self.method].perturbs is None and METHODS[self.method].gives != "pixels":
@@ -291,21 +293,31 @@ class FullGrad(_Cam, method="fullgrad"):
         super().__init__(model, None, reshape_transform, branch=branch, batch_size=batch_size)
 
 
-class FinerCAM(_Cam):
-    """What sets a class apart from the most similar ones (Zhang et al., 2025), by any method."""
+class _OfMethod(_Cam):
+    """Maps of the method of another class."""
 
     def __init__(
         self,
         model: nn.Module,
         target_layers: Layers = None,
         reshape_transform: object = None,
-        base_method: type = GradCAM,
+        base_method: type | None = None,
         *,
         branch: Branch | None = None,
         batch_size: int | None = None,
     ) -> None:
         super().__init__(model, target_layers, reshape_transform, branch=branch, batch_size=batch_size)
-        self.method = method_name(base_method.__name__)
+        self.method = self.method if base_method is None else method_name(base_method.__name__)
+
+
+class RefineCAM(_OfMethod, method="grad-cam++"):
+    """The product of several layers' maps (Domeniconi et al., 2026), by any method."""
+
+    fusion = "product"
+
+
+class FinerCAM(_OfMethod):
+    """What sets a class apart from the most similar ones (Zhang et al., 2025), by any method."""
 
     def __call__(
         self,

@@ -22,7 +22,7 @@ from sigcam.methods.formulas import first_component
 from sigcam.methods.inputs import Classes, ImageSource, Scores, as_batch, choose_classes, output_size
 from sigcam.methods.postprocess import fuse_layers, unit_range
 from sigcam.methods.probe import Probe, no_autocast
-from sigcam.methods.registry import METHODS, MapConfig, MapSize, Scale
+from sigcam.methods.registry import METHODS, Fusion, MapConfig, MapSize, Scale
 from sigcam.methods.targets import Branch, Target, TargetName, as_target, at_least_float32, head_of
 from sigcam.network.calibration import LogitScale
 from sigcam.network.dilate import dilated
@@ -57,6 +57,7 @@ def explain(
     batch_size: int | None = None,
     top_n: int | None = None,
     samples: int | None = None,
+    fusion: Fusion | None = None,
 ) -> Explanation:
     """Return evidence maps for one class per image, in [0, 1], at image size (Eq. 4, 6; clamp: Sec. 3.3).
 
@@ -76,7 +77,7 @@ def explain(
             of that, calibrated for this size of image, and can be compared between images and classes.
         size: "image" (default), "features" keeps P x Q (default for "all"), or (height, width); maps of
             pixels are averaged where they become smaller.
-        layers: Layers (names or modules) whose maps are fused: by their mean, or as Layer-CAM does.
+        layers: Layers (names or modules) whose maps are fused.
         zoom: Draw maps from the image enlarged by this factor; class and scores stay those of the image.
         stride: 1 runs a convolutional network's last stage without its stride: maps twice as fine.
         aug_smooth: Average over the image and its mirror image, each at 0.9, 1 and 1.1 times its values.
@@ -87,12 +88,13 @@ def explain(
         top_n: Number of channels that Score-CAM tries: those that vary most over the image.
         samples: Number of masks (RISE), noises (SmoothGrad) or steps (integrated gradients, extremal
             perturbation).
+        fusion: "mean", "max" (Layer-CAM's) or "product" (RefineCAM) of layers; by default the method's own.
     """
     if not isinstance(net, DualBranch):
         kind = type(net).__name__
         raise ConfigError(f"explain takes what attach returns, not {kind}: net = sigcam.attach(model).")
     config = MapConfig(
-        method, branch, clamp, target, scale, batch_size, top_n, eigen_smooth, samples
+        method, branch, clamp, target, scale, batch_size, top_n, eigen_smooth, samples, fusion
     ).checked()
     if stride is not None and (isinstance(stride, bool) or stride != 1):
         raise ConfigError(f"stride is 1 (no stride in the last stage) or None, not {stride!r}.")
@@ -102,6 +104,7 @@ def explain(
         raise ConfigError("layers is a list of layers, such as layers=['layer3', 'layer4'].")
     if layers and METHODS[config.method].gives == "pixels":
         raise ConfigError(f"{config.method} explains pixels, not a layer: leave layers out.")
+    config.check_fusion(layers)
     if is_long(config):
         log.info("%s: %d passes an image", config.method, config.passes)
     batch, seen = as_batch(net, images)
@@ -224,7 +227,7 @@ def _explain_parts(
         logits=scores.logits[:, k],
         positive_share=raw.positive_share[:, k],
         blank=blank[:, k],
-        notes=tuple(_blank_notes(blank, chosen, raw, bool(config.clamp), several)) + unfitted,
+        notes=tuple(_blank_notes(blank, chosen, raw, config, several)) + unfitted,
         top_classes=top_classes,
         top_probability=top.probability,
         top_evidence=top.evidence,
@@ -296,12 +299,14 @@ def _finished(layers: list[Tensor], config: MapConfig, size: GridSize) -> Tensor
     return finished
 
 
-def _blank_notes(blank: Tensor, classes: Tensor, raw: RawMaps, clamp: bool, several: bool) -> Iterator[str]:
+def _blank_notes(
+    blank: Tensor, classes: Tensor, raw: RawMaps, config: MapConfig, several: bool
+) -> Iterator[str]:
     """Yield a sentence for each of the first blank maps, and the number of further ones."""
     places = (blank & (classes >= 0)).nonzero().tolist()
     for i, k in places[:MAX_NOTES]:
         which = f"image {i}, class {int(classes[i, k])}," if several else f"image {i}"
-        yield f"the map of {which} is blank: {raw.blank_reason(i, k, clamp)}."
+        yield f"the map of {which} is blank: {raw.blank_reason(i, k, config)}."
     if len(places) > MAX_NOTES:
         yield f"{len(places) - MAX_NOTES} more maps are blank, see `blank`."
 
@@ -315,7 +320,7 @@ class RawMaps:
     all_zero: Tensor  # (B, K) every weight is zero
     none_positive: Tensor  # (B, K) no weight is positive
 
-    def blank_reason(self, image: int, k: int, clamp: bool) -> str:
+    def blank_reason(self, image: int, k: int, config: MapConfig) -> str:
         """Say why the finished map is blank."""
         maps = self.maps[image, k]
         if not bool(torch.isfinite(maps).all()):
@@ -326,13 +331,14 @@ class RawMaps:
             )
         if bool(self.all_zero[image, k]):
             return "no gradient reaches the layer: name another one in attach(model, layer=...)"
-        if clamp and bool(self.none_positive[image, k]):
+        if config.clamp and bool(self.none_positive[image, k]):
             return "no channel has a positive weight, and clamping keeps positive ones only: see scale='raw'"
         if not bool(maps.any()):
             return "it is zero everywhere: no pixel or feature contributes"
         if bool((maps <= 0).all()):
             return "all evidence is negative and the ReLU removes it: see scale='raw', or the sigmoid branch"
-        return "it is constant"
+        shared = "no pixel is above zero in the maps of all layers"
+        return shared if config.fusion == "product" else "it is constant"
 
 
 def draw_raw_maps(net: DualBranch, forward_pass: ForwardPass, classes: Tensor, config: MapConfig) -> RawMaps:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from torch import Tensor
 
@@ -35,6 +35,12 @@ class ExplainConfig(MapConfig):
     zoom: float = 1.0
     stride: Literal[1] | None = None
     aug_smooth: bool = False
+
+    def checked(self) -> Self:
+        """As MapConfig's; ConfigError also if there is nothing to fuse."""
+        checked = super().checked()
+        checked.check_fusion(self.layers)
+        return checked
 
     def explain(self, net: DualBranch, images: Sequence[ImageSource], classes: Classes = None) -> Explanation:
         """Return the explanation of these images."""

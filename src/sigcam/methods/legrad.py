@@ -20,15 +20,15 @@ from sigcam.network.trace import eval_mode, in_this_thread
 
 @method("legrad", gives="maps", needs="attention", signed=False)
 def legrad(probe: Probe) -> Tensor:
-    """The positive gradient of the score by each block's attention to a patch, the score being the model's if
-    it ended there; the mean over blocks, heads and tokens (Bousselham et al., 2024)."""
+    """The positive gradient, by each block's attention to a patch, of the head's score of the mean of that
+    block's tokens; the mean over blocks, heads and tokens (Bousselham et al., 2025)."""
     calls = AttentionCalls()
     blocks = _find_blocks(probe, calls)
     p, q = probe.features.shape[-2:]
     total = torch.zeros(())
     for last in range(len(blocks)):
         rows = []
-        with _bypassed(probe.net.model, blocks[last + 1 :]):
+        with _ending_after(probe.net.model, blocks, last):
             for _, scores in scored_images(probe, calls):
                 weights = calls.weights[last]
                 found = [torch.autograd.grad(score, [weights], retain_graph=True)[0] for score in scores]
@@ -124,15 +124,22 @@ def _find_blocks(probe: Probe, calls: AttentionCalls) -> list[nn.Module]:
 
 
 @contextmanager
-def _bypassed(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Let blocks return what they are given."""
+def _ending_after(model: nn.Module, blocks: Sequence[nn.Module], last: int) -> Iterator[None]:
+    """Let the head see the mean of one block's tokens in the place of each, for one image at a time: later
+    blocks return what they are given."""
+
+    def average(module: nn.Module, args: Any, out: Any) -> Any:
+        tokens = out[0] if isinstance(out, tuple) else out  # (1, L, N) or (L, 1, N)
+        mean = tokens.mean((0, 1), keepdim=True).expand_as(tokens)
+        return (mean, *out[1:]) if isinstance(out, tuple) else mean
 
     def skip(module: nn.Module, args: Any, out: Any) -> Any:
         return (args[0], *out[1:]) if isinstance(out, tuple) else args[0]
 
     with ExitStack() as stack:
         handles = stack.enter_context(eval_mode(model))
-        handles += [block.register_forward_hook(in_this_thread(skip)) for block in blocks]
+        handles.append(blocks[last].register_forward_hook(in_this_thread(average)))
+        handles += [block.register_forward_hook(in_this_thread(skip)) for block in blocks[last + 1 :]]
         yield
 
 

@@ -43,12 +43,16 @@ def finish_maps(maps: Tensor, method: str, size: GridSize, scale: Scale) -> Tens
 
 
 def fuse_layers(layers: list[Tensor], config: MapConfig, size: GridSize) -> Tensor:
-    """Return (B, K, H, W) score maps of one layer or of several fused: the mean of the layers' unit maps, or
-    their maximum with all but the last layer scaled by tanh(2 M / max M) first (Layer-CAM; Jiang et al.,
-    2021)."""
+    """Return (B, K, H, W) score maps of one layer or of several fused: the mean of the layers' unit maps,
+    their product (RefineCAM; Domeniconi et al., 2026), or their maximum with all but the last layer scaled by
+    tanh(2 M / max M) first (Layer-CAM; Jiang et al., 2021)."""
     if len(layers) == 1:
         return finish_maps(layers[0], config.method, size, config.scale)
-    if METHODS[config.method].fusion == "mean":
+    fusion = config.fusion or METHODS[config.method].fusion
+    if fusion == "product":
+        units = [finish_maps(maps, config.method, size, "unit") for maps in layers]
+        return unit_range(torch.stack(units).prod(0))
+    if fusion == "mean":
         units = [unit_range(maps.relu(), eps=1e-7) for maps in layers]
         return unit_range(torch.stack([resize(maps, size, "bilinear") for maps in units]).mean(0))
     peaks = [maps.amax((-2, -1), keepdim=True).clamp(min=1e-30) for maps in layers]

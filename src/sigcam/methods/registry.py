@@ -1,6 +1,6 @@
 """METHODS: the registry of CAM methods, with all facts about one; MapConfig: the settings of a map."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ Function = Callable[[Probe], Tensor]
 Facts = ParamSpec("Facts")
 Scale = Literal["unit", "raw", "logit", "probability"]
 MapSize = Literal["image", "features"] | tuple[int, int] | None  # (height, width)
+Fusion = Literal["mean", "max", "product"]  # of several layers' maps
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Method:
             multiply by P x Q; finished "maps" (B, K, P, Q); or maps of "pixels" (B, K, H, W).
         finish: How a map becomes a score map (PROTOCOL 4.3). "relu": drop negative values, scale to [0, 1],
             resize bilinearly (path B). "min-max": resize bicubically, scale from minimum to maximum (path A).
-        fusion: How maps of several layers are combined: their mean, or their maximum as in Layer-CAM.
+        fusion: How maps of several layers are combined unless told: their mean, or their maximum as in
+            Layer-CAM.
         needs: What the network must have: a global average + "linear" head, ViT "attention", or no function
             for which the method has no "rules".
         perturbs: What the method alters and runs again, if anything: "images" behind a mask for each channel,
@@ -48,7 +50,7 @@ class Method:
     function: Function
     gives: Literal["weights", "gradients", "maps", "pixels"] = "weights"
     finish: Literal["relu", "min-max"] = "relu"
-    fusion: Literal["mean", "max"] = "mean"
+    fusion: Fusion = "mean"
     needs: Literal["linear", "attention", "rules"] | None = None
     perturbs: Literal["images", "features", "noise"] | None = None
     class_specific: bool = True
@@ -136,6 +138,9 @@ def method_name(name: str) -> str:
             return registered
     if normalized == "finercam":
         raise ConfigError("'finer-cam' is a target, for any method: explain(..., target='finer-cam').")
+    if normalized == "refinecam":
+        fusing = "explain(..., 'grad-cam++', layers=['layer3', 'layer4'], fusion='product')"
+        raise ConfigError(f"'refine-cam' is the product of several layers' maps, by any method: {fusing}.")
     close = get_close_matches(name.lower().replace("_", "-"), METHODS, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise ConfigError(f"unknown method {name!r}: {hint}there are {', '.join(METHODS)}.")
@@ -159,6 +164,7 @@ class MapConfig:
     top_n: int | None = None
     eigen_smooth: bool = False
     samples: int | None = None
+    fusion: Fusion | None = None
 
     def checked(self) -> Self:
         """Return the config with its defaults filled in; ConfigError if a value is unknown."""
@@ -166,6 +172,8 @@ class MapConfig:
             raise ConfigError(f"unknown branch {self.branch!r}: there are sigmoid, softmax and centred.")
         if self.scale not in get_args(Scale):
             raise ConfigError(f"unknown scale {self.scale!r}: there are {', '.join(get_args(Scale))}.")
+        if self.fusion not in (None, *get_args(Fusion)):
+            raise ConfigError(f"unknown fusion {self.fusion!r}: there are {', '.join(get_args(Fusion))}.")
         if self.clamp not in (None, True, False):
             raise ConfigError(f"clamp is True, False or None (the branch's default), not {self.clamp!r}.")
         batch_size, top_n = _count("batch_size", self.batch_size), _count("top_n", self.top_n)
@@ -234,6 +242,12 @@ class MapConfig:
             raise ConfigError(
                 f"{scale} is calibrated for the sigmoid branch: use scale='logit' for this one."
             )
+
+    def check_fusion(self, layers: Sized | None) -> None:
+        """Raise ConfigError if there are no maps to fuse."""
+        if self.fusion is not None and len(layers or ()) < 2:
+            few = "is for maps of several layers: name two or more in layers="
+            raise ConfigError(f"fusion={self.fusion!r} {few}.")
 
     @property
     def target_name(self) -> str:

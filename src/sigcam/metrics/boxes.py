@@ -70,7 +70,7 @@ def _in_threads(run: Callable[[int, int], object], count: int) -> None:
 
 def cut_at_percentile(maps: Tensor, percentile: float) -> Tensor:
     """Return maps (B, H, W) in [0, 1] as fractions of a percentile of each, what is above it as 1: thresholds
-    are then fractions of the percentile, not of the maximum (Bae et al., 2020, Sec. 3.4)."""
+    are then fractions of the percentile, not of the maximum (Bae et al., 2020)."""
     levels = np.percentile(maps.detach().cpu().flatten(1).numpy(), percentile, axis=1)
     share = torch.from_numpy(np.asarray(levels)).to(maps)[:, None, None]  # (B, 1, 1)
     highest = maps.amax((1, 2), keepdim=True)

@@ -11,7 +11,7 @@ THRESHOLD = "tap_threshold"  # the buffer that marks such a layer in a state dic
 
 
 class ThresholdedPool(nn.Module):
-    """The mean over each channel's cells above `threshold` times its highest (TAP, Bae et al., 2020, Eq. 7).
+    """The mean over each channel's cells above `threshold` times its highest (TAP, Bae et al., 2020).
 
     The threshold is part of the state dict, so weights that were trained with this layer load into no network
     without it, and `load_classifier` knows where it belongs.

@@ -34,14 +34,16 @@ from sigcam.training.augmentation import seed_of
 from sigcam.training.background import class_maps, classes_of
 from sigcam.training.feature_reader import HeadInputs
 
-HIDDEN_PATCH, HIDE_RATE = 32, 0.5  # pixels of the input's side; probability (Singh & Lee, 2017, Sec. 3.1, 4)
+# pixels of the input's side, of 16, 32, 44 and 56; probability (Singh & Lee, 2017, Tables 1 and 6)
+HIDDEN_PATCH, HIDE_RATE = 32, 0.5
 ERASING_STEPS, ERASED_ABOVE = (
     3,
     0.8,
-)  # a map's cells above this share of its maximum (Wei et al., 2017, Sec. 4)
-ACOL_THRESHOLD = 0.6  # of a map from 0 to 1: delta (Zhang et al., 2018, Sec. 4)
-DROP_RATE, DROP_THRESHOLD = 0.75, 0.9  # gamma, for ResNet-50 (Choe & Shim, 2019, Sec. 4)
-TAP_THRESHOLD = 0.1  # theta, for VGG-16 (Bae et al., 2020, Sec. 4)
+)  # share of a map's maximum; neither is confirmed, see docs/differences.md
+# The next three are those of the authors' own programs.
+ACOL_THRESHOLD = 0.6  # delta, of a map from 0 to 1 (Zhang et al., 2018)
+DROP_RATE, DROP_THRESHOLD = 0.75, 0.9  # gamma, for ResNet-50-SE (Choe & Shim, 2019)
+TAP_THRESHOLD = 0.1  # for VGG-16 (Bae et al., 2020)
 
 
 class Trainer:
@@ -88,7 +90,7 @@ class Trainer:
 
 class HideAndSeek(Trainer):
     """Each patch of 32 x 32 pixels, at the network's input size, is hidden with probability 0.5, anew in each
-    epoch; hidden pixels have the mean that preprocessing subtracts (Singh & Lee, ICCV 2017, Sec. 3.1)."""
+    epoch; hidden pixels have the mean that preprocessing subtracts (Singh & Lee, ICCV 2017)."""
 
     alters_images = True
 
@@ -105,7 +107,7 @@ class HideAndSeek(Trainer):
 
 class AdversarialErasing(Trainer):
     """Training in three steps of equally many epochs; after a step, what the label's map shows as most
-    decisive is erased from each training image for good (Wei et al., CVPR 2017, Sec. 3.1, Alg. 1).
+    decisive is erased from each training image for good (Wei et al., CVPR 2017).
 
     The paper begins each step with a new network and merges the regions of all; an ordinary classifier is one
     network, so each step goes on with that of the one before. Maps are those of positive weights alone.
@@ -179,7 +181,7 @@ def decisive_cells(classifier: Classifier, samples: Samples, progress: Progress 
 
 class Acol(Trainer):
     """Two heads learn side by side; the second sees the feature maps without the cells where the first one's
-    map of the label, stretched to 0 to 1, is above 0.6 (Zhang et al., CVPR 2018, Sec. 3.2).
+    map of the label, stretched to 0 to 1, is above 0.6 (Zhang et al., CVPR 2018).
 
     The network's own head is the mean of both throughout, and half their difference is the trainer's: the
     mean of two linear heads is a linear head, whose map is the mean of theirs. Steps on these are steps on
@@ -225,9 +227,9 @@ def stretched(maps: Tensor) -> Tensor:
 class Adl(Trainer):
     """In each step the last feature maps are multiplied by one of two maps made of their mean over channels:
     with probability 0.75 the drop mask, 0 where that mean is 0.9 of its maximum or more, else the importance
-    map, its sigmoid (Choe & Shim, CVPR 2019, Sec. 3). In eval mode nothing changes.
+    map, its sigmoid (Choe & Shim, CVPR 2019). In eval mode nothing changes.
 
-    The paper has several such layers, and 0.8 for VGG-16 and InceptionV3, 0.95 for MobileNetV1.
+    The paper has several such layers, and 0.8 for VGG-16.
     """
 
     def __init__(self, classifier: Classifier) -> None:
@@ -249,7 +251,7 @@ def attention_dropped(features: Tensor) -> Tensor:
 
 class Tap(Trainer):
     """Global average pooling becomes the mean over each channel's cells above 0.1 of its maximum, in training
-    and ever after (Bae et al., ECCV 2020, Sec. 3.2).
+    and ever after (Bae et al., ECCV 2020).
 
     Grad-CAM of such a network is w F of the head's weights w, the paper's map: the gradients of a channel's
     cells add up to its weight. The paper's clamping is `clamp`, its percentile `--threshold percentile`.
