@@ -53,7 +53,7 @@ class Amounts:
     curve_steps: int = 10
     most_passes: int | None = 320
     limit: int | None = 1280
-    everywhere: float = 900
+    everywhere: float = 100
 
     def images_of(self, passes: float) -> int | None:
         """Return the number of images of a method that takes so many passes for a map."""
