@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from sigcam.methods.compat import KPCA_CAM as KPCA_CAM
     from sigcam.methods.compat import SSCAM as SSCAM
     from sigcam.methods.compat import AblationCAM as AblationCAM
-    from sigcam.methods.compat import DeepFeatureFactorization as DeepFeatureFactorization
     from sigcam.methods.compat import EigenCAM as EigenCAM
     from sigcam.methods.compat import EigenGradCAM as EigenGradCAM
     from sigcam.methods.compat import FinerCAM as FinerCAM
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from sigcam.methods.compat import GradCAM as GradCAM
     from sigcam.methods.compat import GradCAMElementWise as GradCAMElementWise
     from sigcam.methods.compat import GradCAMPlusPlus as GradCAMPlusPlus
-    from sigcam.methods.compat import GuidedBackpropReLUModel as GuidedBackpropReLUModel
     from sigcam.methods.compat import HiResCAM as HiResCAM
     from sigcam.methods.compat import LayerCAM as LayerCAM
     from sigcam.methods.compat import RandomCAM as RandomCAM
@@ -48,6 +46,8 @@ if TYPE_CHECKING:
     from sigcam.methods.compat import ShapleyCAM as ShapleyCAM
     from sigcam.methods.compat import SmoothGradCAMpp as SmoothGradCAMpp
     from sigcam.methods.compat import XGradCAM as XGradCAM
+    from sigcam.methods.compat_models import DeepFeatureFactorization as DeepFeatureFactorization
+    from sigcam.methods.compat_models import GuidedBackpropReLUModel as GuidedBackpropReLUModel
     from sigcam.methods.concepts import Concepts as Concepts
     from sigcam.methods.concepts import factorize as factorize
     from sigcam.methods.explainer import explain as explain
@@ -75,7 +75,6 @@ _HOMES = {
     "methods.compat": (
         "AblationCAM",
         "CAM",
-        "DeepFeatureFactorization",
         "EigenCAM",
         "EigenGradCAM",
         "FEM",
@@ -84,7 +83,6 @@ _HOMES = {
         "GradCAM",
         "GradCAMElementWise",
         "GradCAMPlusPlus",
-        "GuidedBackpropReLUModel",
         "HiResCAM",
         "ISCAM",
         "KPCA_CAM",
@@ -98,6 +96,7 @@ _HOMES = {
         "SmoothGradCAMpp",
         "XGradCAM",
     ),
+    "methods.compat_models": ("DeepFeatureFactorization", "GuidedBackpropReLUModel"),
     "methods.concepts": ("Concepts", "factorize"),
     "methods.explainer": ("explain",),
     "methods.explanation": ("Explanation",),

@@ -275,13 +275,15 @@ def evaluated(case: Case, x: Tensor, chosen: Tensor) -> Found:
             yield i, 0, record.predicted_maps[i]
 
 
+DROP_INS = {
+    cls.method: cls
+    for name, cls in vars(compat).items()
+    if hasattr(cls, "method") and name[0] != "_" and name not in ("FinerCAM", "RefineCAM")  # of any method
+}
+
+
 def by_drop_in_class(case: Case, x: Tensor, chosen: Tensor) -> Found:
-    names = {
-        cls.method: cls
-        for cls in vars(compat).values()
-        if hasattr(cls, "method") and not issubclass(cls, compat._OfMethod)
-    }
-    drop_in = names[case.method]
+    drop_in = DROP_INS[case.method]
     if case.target == "finer-cam":
         cam = compat.FinerCAM(case.net, base_method=drop_in, branch=case.branch)
     else:
@@ -330,9 +332,8 @@ def as_evaluated(case: Case) -> Case:
 
 
 def as_dropped_in(case: Case) -> Case:
-    known = METHODS[case.method].weights_channels
     target = case.target if case.target in ("class", "finer-cam") else "class"
-    case = replace(case, method=case.method if known else "grad-cam", target=target)
+    case = replace(case, method=case.method if case.method in DROP_INS else "grad-cam", target=target)
     return replace(one_class_an_image(case), clamp=None, scale="unit", zoom=1.0)
 
 

@@ -49,12 +49,42 @@ class Digits(nn.Module):
         return logits
 
 
+class Segmenter(nn.Module):
+    """Scores of three classes for each pixel, at half the size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(
+            nn.Conv2d(3, 6, 3, 2, 1), nn.ReLU(), nn.Conv2d(6, 8, 3, 2, 1), nn.ReLU()
+        )
+        self.classifier = nn.Conv2d(8, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.interpolate(self.classifier(self.backbone(x)), scale_factor=2.0)
+
+
+class Embedder(nn.Module):
+    """The mean features of an image, and no classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 6, 3, 2, 1), nn.ReLU(), nn.Conv2d(6, 8, 3, 2, 1), nn.ReLU()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled: Tensor = nn.functional.adaptive_avg_pool2d(self.features(x), 1)[:, :, 0, 0]
+        return pooled
+
+
 MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "gap": (Gap, (3, 16, 24)),
     "normed": (Normed, (3, 32, 32)),
     "cifar": (Cifar, (3, 32, 32)),
     "digits": (Digits, (1, 28, 28)),
     "vit": (lambda: PlainVit((16, 24), patch=4, registers=0), (3, 16, 24)),
+    "segmenter": (Segmenter, (3, 16, 24)),
+    "embedder": (Embedder, (3, 16, 24)),
 }
 
 
@@ -118,12 +148,54 @@ TOKENS = """
     cam.batch_size = 4
     maps = cam(input_tensor=images, targets=None)
 """
+PIXELS = """
+    from pytorch_grad_cam import METHOD
+    from pytorch_grad_cam.utils.model_targets import SemanticSegmentationTarget
+
+    mask = np.zeros((8, 12), np.float32)
+    mask[2:6, 3:9] = 1
+    targets = [SemanticSegmentationTarget(1, mask), SemanticSegmentationTarget(2, 1 - mask)]
+    with METHOD(model=model, target_layers=[LAYER]) as cam:
+        cam.batch_size = 4
+        maps = cam(input_tensor=images, targets=targets)
+    outputs = cam.outputs
+"""
+CONCEPT = """
+    from pytorch_grad_cam import METHOD
+
+    class SimilarityToConcept:
+        def __init__(self, features):
+            self.features = features
+
+        def __call__(self, model_output):
+            return torch.nn.CosineSimilarity(dim=0)(model_output, self.features)
+
+    concept = model(images.flip(0, 3))[0, :].detach()
+    with METHOD(model=model, target_layers=[LAYER]) as cam:
+        maps = cam(input_tensor=images, targets=[SimilarityToConcept(concept)] * 2)
+    outputs = cam.outputs
+"""
+LOOP = """
+    from pytorch_grad_cam import METHOD
+    from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
+
+    images = images.requires_grad_()
+    for k in (2, 1):
+        cam = METHOD(model=model, target_layers=[LAYER])
+        cam.uses_gradients = True
+        maps = cam(images, [ClassifierOutputTarget(k)] * 2)
+        assert cam.model is model and len(cam.target_layers) == 1 and images.to(cam.device) is images
+        cam.activations_and_grads.release()
+        del cam
+"""
 WHERE = {
     "gap": "model.body[-1]",
     "normed": "model.conv2",
     "cifar": "model.features[-1]",
     "digits": "model.relu2",
     "vit": "model.layers[-1].norm1",
+    "segmenter": "model.backbone[-1]",
+    "embedder": "model.features[-1]",
 }
 PROGRAMS = {
     "with": (WITH, ("gap", "normed", "cifar", "digits")),
@@ -131,6 +203,9 @@ PROGRAMS = {
     "layers": (LAYERS, ("digits", "cifar")),
     "table": (TABLE, ("gap", "digits")),
     "tokens": (TOKENS, ("vit",)),
+    "pixels": (PIXELS, ("segmenter",)),
+    "concept": (CONCEPT, ("embedder",)),
+    "loop": (LOOP, ("gap", "digits")),
 }
 CASES = [(program, name) for program, (_, names) in PROGRAMS.items() for name in names]
 SAME = ["GradCAM", "HiResCAM", "XGradCAM", "GradCAMPlusPlus", "GradCAMElementWise"]  # the formula in both

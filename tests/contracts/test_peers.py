@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchcam import methods as torchcam
 from torchvision.models.vision_transformer import VisionTransformer
 
+import sigcam
 import support.method_oracles as oracle
 from sigcam.core.errors import DataError
 from sigcam.methods.concepts import factorize, nonnegative_factors
@@ -188,6 +189,13 @@ DIFFERENCES: dict[str, tuple[str, str, str, str, str]] = {
         "the same, on weights times features",
         "no centring; the sign makes the map positive where the sum over weighted channels is",
         "as for EigenGrad-CAM",
+    ),
+    "fullgrad_smooth": (
+        "pytorch-grad-cam",
+        "FullGrad with `eigen_smooth`",
+        "projects the layers' maps, shrunk to an eighth of the image, on their first principal component",
+        "adds them up as always, and logs that `eigen_smooth` is not used",
+        "the method adds up maps and weights no channels",
     ),
     "seg_eigen_cam": (
         "pytorch-grad-cam",
@@ -485,6 +493,19 @@ def test_difference_eigen_smooth(name: str) -> None:
         )
     smoothed = [oracle.eigen_smoothed("grad-cam", twin, x[i], k, oracle.logit) for i, k in enumerate(CHOSEN)]
     check(theirs, ours("grad-cam", name, eigen_smooth=True), expected, [unit(low, name) for low in smoothed])
+
+
+@pytest.mark.parametrize("name", ["gap", "normed"])
+def test_difference_fullgrad_smooth(name: str) -> None:
+    x, twin = pictures(name).float(), plain(network(name), "softmax", name)
+    targets = [ClassifierOutputTarget(k) for k in CHOSEN]
+    plainly, smoothed = (
+        pgc.FullGrad(twin.model.float(), [])(x, targets, eigen_smooth=s) for s in (False, True)
+    )
+    cam = sigcam.FullGrad(twin.model)
+    assert differ(smoothed, plainly)
+    assert np.array_equal(cam(x, CHOSEN, eigen_smooth=True), cam(x, CHOSEN))
+    assert np.abs(cam(x, CHOSEN) - plainly).max() < 0.05  # but for what the peer adds to ranges
 
 
 @pytest.mark.parametrize("name", ["gap", "vgg", "normed"])

@@ -380,6 +380,50 @@ def test_what_is_not_needed_is_ignored_and_said_once(caplog: pytest.LogCaptureFi
     )
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_class_takes_the_arguments_of_older_programs(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, layers, x = case("gap")
+    compat._log_once.cache_clear()
+    make = getattr(sigcam, name)
+    expected = make(model, layers)(x)
+    assert np.array_equal(make(model, layers, device="cpu", use_cuda=False)(x), expected)
+    assert "not used" not in caplog.text
+    for options in ({"use_cuda": True}, {"device": torch.device("cuda", 0)}):
+        assert np.array_equal(make(model, layers, **options)(x), expected)
+    assert caplog.text.count("maps are computed where the model is") == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_class_takes_eigen_smooth(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, layers, x = case("gap")
+    compat._log_once.cache_clear()
+    cam = getattr(sigcam, name)(model, layers)
+    smooth = cam(x, [0, 3, 1], eigen_smooth=True)
+    if name in ("EigenCAM", "EigenGradCAM", "SegEigenCAM", "KPCA_CAM", "FEM", "FullGrad"):
+        assert np.array_equal(smooth, cam(x, [0, 3, 1]))
+        assert caplog.text.count("eigen_smooth is not used") == 1
+        if name != "FullGrad":
+            with getattr(pgc, name)(model, layers) as peer:
+                maps = [peer(x, outputs([0, 3, 1]), eigen_smooth=each) for each in (False, True)]
+            assert np.array_equal(*maps)
+    else:
+        target = "finer-cam" if name == "FinerCAM" else "class"
+        options: Any = {"classes": [0, 3, 1], "branch": "softmax", "target": target, "eigen_smooth": True}
+        assert np.array_equal(smooth, explain(cam.net, x, cam.method, **options).maps.numpy())
+        assert "not used" not in caplog.text
+
+
+def test_finer_cam_takes_its_arguments_in_the_peers_order() -> None:
+    model, layers, x = case("vgg")
+    ours = sigcam.FinerCAM(model, layers, None, sigcam.HiResCAM)
+    assert np.array_equal(ours(x, None, True, 1, None), ours(x, eigen_smooth=True))
+    with pgc.FinerCAM(model, layers, None, pgc.HiResCAM) as peer:
+        for arguments in ((False, 0.5), (False, 0.5, [1, 2]), (False, 1, None, 2)):
+            assert np.abs(ours(x, None, *arguments) - peer(x, None, *arguments)).max() < 1e-5  # type: ignore[arg-type]
+
+
 def test_outputs_are_the_models_own_for_the_last_images() -> None:
     model, layers, x = case("gap")
     cam = sigcam.GradCAM(model, layers)
@@ -409,6 +453,107 @@ def test_every_class_is_public_and_takes_a_batch_of_one(name: str) -> None:
     maps = cam(gap())(torch.randn(1, 3, 16, 24))
     assert maps.shape == (1, 16, 24) and maps.dtype == np.float32
     assert 0 <= maps.min() <= maps.max() <= 1
+
+
+# ------------------------------------------------------------------------------ models that are no classifier
+
+
+class Segmenter(nn.Module):
+    """Scores of classes for each cell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vgg = Vgg()
+        self.last = nn.Conv2d(8, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.last(self.vgg.features(x))
+        return scores
+
+
+def first(scores: Tensor) -> Tensor:
+    return scores[0].square().mean()
+
+
+def second(scores: Tensor) -> Tensor:
+    return scores[1, 1:].sum()
+
+
+def segmenter() -> nn.Module:
+    torch.manual_seed(0)
+    return Segmenter().train()
+
+
+@pytest.mark.parametrize("name", ["GradCAM", "GradCAMPlusPlus", "HiResCAM"])
+@pytest.mark.parametrize("layers", [["vgg.features.4"], ["vgg.features.1", "vgg.features.4"]])
+def test_targets_score_any_output_as_in_the_peer(name: str, layers: list[str]) -> None:
+    model, x = segmenter().eval(), torch.randn(3, 3, 16, 24, generator=torch.Generator().manual_seed(1))
+    modules = [model.get_submodule(layer) for layer in layers]
+    ours, theirs = both(name, model, modules, x, [first, second, first])
+    assert np.abs(ours - theirs).max() < 1e-5
+    cam = getattr(sigcam, name)(model, layers)
+    assert np.array_equal(ours, cam(x, [first, second, first]))
+    assert np.abs(ours[1] - cam(x, second)[1]).max() < 1e-6
+
+
+@pytest.mark.parametrize("name", ["ScoreCAM", "AblationCAM", "FullGrad", "EigenCAM"])
+def test_a_scored_output_is_a_classifiers_only_logit(name: str) -> None:
+    model, x = segmenter(), images()
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.fc = model, nn.Linear(1, 1)
+            with torch.no_grad():
+                self.fc.weight.fill_(1), self.fc.bias.zero_()
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.fc(self.model(x)[:, 1, 1:].sum((1, 2))[:, None])
+            return logits
+
+    layers = ["vgg.features.4"]
+    maps = getattr(sigcam, name)(model, layers, batch_size=3)(x, second)
+    expected = getattr(sigcam, name)(Classifier(), [f"model.{each}" for each in layers])(x, 1)
+    assert maps.any() and np.abs(maps - expected).max() < 1e-5
+
+
+def test_a_scored_model_is_left_as_it_was() -> None:
+    model, x = segmenter(), images()
+    with untouched(model), torch.no_grad():
+        cam = sigcam.GradCAM(model)
+        cam(x, first)
+        assert cam.outputs is not None
+    assert torch.equal(cam.outputs, model.eval()(x).detach())
+
+
+class AsDict(Segmenter):
+    def forward(self, x: Tensor) -> Any:
+        return {"out": super().forward(x)}
+
+
+@pytest.mark.parametrize(
+    ("make", "targets", "error", "sentence"),
+    [
+        (
+            segmenter,
+            None,
+            AttachError,
+            "not .B, C. logits.* Or pass functions of one image's output as targets",
+        ),
+        (segmenter, [0, 1, 2], AttachError, "Or pass functions of one image's output"),
+        (segmenter, [first, second], DataError, "2 targets for 3"),
+        (segmenter, lambda scores: scores[0], DataError, r"as a tensor, not of shape \(4, 4\)"),
+        (segmenter, lambda scores: scores[3].mean(), IndexError, "index 3 is out of bounds"),
+        (segmenter, lambda scores: torch.ones(()), AttachError, "gets no gradient"),
+        (AsDict, first, DataError, "a row for each image, and the model returned dict"),
+    ],
+)
+def test_a_model_without_logits_says_what_it_needs(
+    make: Callable[[], nn.Module], targets: Any, error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence) as caught:
+        sigcam.GradCAM(make(), ["vgg.features.4"])(images(), targets)
+    assert "\n" not in str(caught.value)
 
 
 # -------------------------------------------------------------------------------------------- DualBranch

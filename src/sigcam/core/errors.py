@@ -15,6 +15,10 @@ class ExampleNeeded(AttachError):
     """The network takes none of the inputs that are tried by default."""
 
 
+class NoLogits(AttachError):
+    """The network does not return logits (B, C), or no layer with parameters makes them."""
+
+
 class DataError(SigcamError):
     """Images, labels, classes or maps cannot be used as given."""
 

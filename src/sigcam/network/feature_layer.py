@@ -200,7 +200,7 @@ class FeatureFinder:
     def named_layer(self, name: str) -> Candidate:
         """The output of the module that `layer=` names."""
         names = dict.fromkeys(repr(self.trace.outermost(o).name) for o, _ in self.alive[::-1])
-        valid = f"Layers that do: {listed(names, most=3)}."
+        valid = f"Layers that do: {listed(names, most=3) or 'none'}."
         output = self.trace.last_output(name)
         if output is None:
             raise AttachError(f"layer={name!r} did not run, or returned no tensor, so gives no map. {valid}")

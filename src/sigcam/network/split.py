@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sigcam.core.errors import AttachError
+from sigcam.core.errors import AttachError, NoLogits
 from sigcam.core.types import GridSize
 from sigcam.network.feature_layer import FeatureFinder, FeatureLayout, FeaturePoint
 from sigcam.network.modules import (
@@ -149,7 +149,7 @@ class _HeadFinder:
         wrong = not last or any(is_norm(o.module) or not _has_outputs(o, self.classes) for o in last)
         headless = getattr(self.model, "num_classes", None) == 0  # timm's feature extractors
         if wrong or headless or self.head_is_removed(last[-1].end):
-            raise AttachError(
+            raise NoLogits(
                 f"{self.kind} has no head with parameters: its {tuple(self.logits.shape)} output is not made "
                 f"by a layer with {self.classes} outputs. Is it a feature extractor (num_classes=0)? Give it "
                 "a classifier, or name the module: attach(model, head='...')."

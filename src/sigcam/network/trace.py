@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from sigcam.core.errors import AttachError, ExampleNeeded
+from sigcam.core.errors import AttachError, ExampleNeeded, NoLogits
 from sigcam.core.files import error_line
 from sigcam.core.memory import is_out_of_memory
 from sigcam.core.types import GridSize
@@ -98,7 +98,7 @@ def logits_of(output: Any, batch: int) -> Tensor:
     elif isinstance(output, tuple | list):
         logits = _first_flat(output, output)
     if not isinstance(logits, Tensor):
-        raise AttachError(
+        raise NoLogits(
             f"the model returned {type(output).__name__}, in which no logits were found. Let it return a "
             "tensor, a tuple that starts with it, a dict with 'logits', or an object with .logits."
         )
@@ -107,7 +107,7 @@ def logits_of(output: Any, batch: int) -> Tensor:
     if logits.ndim > 2 and logits.shape[2:].numel() == 1:
         logits = logits.flatten(1)
     if logits.ndim != 2 or logits.shape[0] != batch:
-        raise AttachError(
+        raise NoLogits(
             f"the model returned {tuple(logits.shape)} for {batch} image(s), not (B, C) logits: sigcam "
             "explains image classifiers. Attach one, or let this model return its logits first."
         )
