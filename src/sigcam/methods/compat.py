@@ -37,6 +37,7 @@ class _Cam:
     fusion: Fusion | None = None  # the method's own
     net: DualBranch
     layers: Layers
+    _can_be_smoothed = True  # not if maps are principal components as they are
     _refused = ""  # why the model is no classifier, or none with these layers
     _images: Tensor | None = None
 
@@ -124,7 +125,7 @@ class _Cam:
     ) -> NumpyArray:
         """Return maps of `score` for the classes in `targets`, or of the functions in `targets`."""
         facts = METHODS[self.method]
-        if eigen_smooth and (not facts.weights_channels or self.method in _COMPONENTS):
+        if eigen_smooth and not (facts.weights_channels and self._can_be_smoothed):
             _log_once(f"eigen_smooth is not used: {self.method} adds up no weighted channels.")
             eigen_smooth = False
         run = partial(explain, method=self.method, branch=self.branch, batch_size=self.batch_size)
@@ -163,9 +164,6 @@ class _NoHooks:
 
     def release(self) -> None:
         """Do nothing."""
-
-
-_COMPONENTS = ("eigen-cam", "eigengrad-cam", "seg-eigen-cam")  # maps are principal components as they are
 
 
 @cache
@@ -234,9 +232,13 @@ class AblationCAM(_Cam, method="ablation-cam"):
 class EigenCAM(_Cam, method="eigen-cam"):
     """The first principal component of the features (Muhammad and Yeasin, 2020)."""
 
+    _can_be_smoothed = False
+
 
 class EigenGradCAM(_Cam, method="eigengrad-cam"):
     """The first principal component of gradients times features."""
+
+    _can_be_smoothed = False
 
 
 class GradCAMElementWise(_Cam, method="grad-cam-elementwise"):
@@ -249,6 +251,8 @@ class ShapleyCAM(_Cam, method="shapley-cam"):
 
 class SegEigenCAM(_Cam, method="seg-eigen-cam"):
     """The first principal component of gradients' sizes times features (Chung and Ying, 2025)."""
+
+    _can_be_smoothed = False
 
 
 class KPCA_CAM(_Cam, method="kpca-cam"):
@@ -296,6 +300,7 @@ class _OfMethod(_Cam):
     ) -> None:
         if base_method is not None:
             self.method = method_name(base_method.__name__)
+            self._can_be_smoothed = getattr(base_method, "_can_be_smoothed", True)
         super().__init__(
             model,
             target_layers,
