@@ -30,8 +30,8 @@ class Method:
         finish: How a map becomes a score map (PROTOCOL 4.3). "relu": drop negative values, scale to [0, 1],
             resize bilinearly (path B). "min-max": resize bicubically, scale from minimum to maximum (path A).
         fusion: How maps of several layers are combined: their mean, or their maximum as in Layer-CAM.
-        needs: What the network must have: a global average + "linear" head, ViT "attention", or no function
-            for which the method has no "rules".
+        needs: What the network must have: a global average + "linear" head, ViT "attention", both, with the
+            head on the "patches" beside a class token, or no function for which the method has no "rules".
         perturbs: What the method alters and runs again, if anything: "images" behind a mask for each channel,
             "features", or images by "noise".
         class_specific: Whether maps of two classes differ.
@@ -49,7 +49,7 @@ class Method:
     gives: Literal["weights", "gradients", "maps", "pixels"] = "weights"
     finish: Literal["relu", "min-max"] = "relu"
     fusion: Literal["mean", "max"] = "mean"
-    needs: Literal["linear", "attention", "rules"] | None = None
+    needs: Literal["linear", "attention", "patches", "rules"] | None = None
     perturbs: Literal["images", "features", "noise"] | None = None
     class_specific: bool = True
     signed: bool = True

@@ -11,6 +11,7 @@ from sigcam.methods.registry import METHODS, MapConfig
 from sigcam.methods.targets import Branch
 from sigcam.network.dual import DualBranch
 from sigcam.network.opening import has_shipped_branch, open_network
+from sigcam.reports.inspection import usable_methods
 from sigcam.ui.serve import UiOptions
 
 MAX_PASSES = 100  # an image
@@ -44,14 +45,9 @@ def sources_of(net: DualBranch, prefix: str = "") -> list[Source]:
 
 
 def available_methods(nets: Sequence[DualBranch]) -> list[str]:
-    """Return the methods that the heads of all networks support, but for slow ones."""
-    linear = all("softmax" in net.linear for net in nets)
-    missing = "attention" if linear else "linear"
-    return [
-        name
-        for name, method in METHODS.items()
-        if method.needs != missing and method.available and _passes(name) <= MAX_PASSES
-    ]
+    """Return the methods that work with all networks, but for slow ones."""
+    usable = set[str](METHODS).intersection(*map(usable_methods, nets))
+    return [name for name in METHODS if name in usable and _passes(name) <= MAX_PASSES]
 
 
 def _passes(method: str) -> int:
