@@ -50,6 +50,7 @@ def _cost(method: Method) -> str:
     needs = {
         "linear": "; needs a global average pooling + linear head",
         "attention": "; needs a plain ViT",
+        "patches": "; needs a plain ViT with a linear head on its averaged patch tokens",
         "rules": "; no attention or layer normalisation",
         None: "",
     }
@@ -70,7 +71,7 @@ def _cost(method: Method) -> str:
     elif method.gives == "gradients":
         cost = "a backward pass of the head; nothing if the head is linear"
     else:
-        cost = "one more forward pass" if method.needs == "attention" else "nothing"
+        cost = "one more forward pass" if method.needs in ("attention", "patches") else "nothing"
     return cost + needs[method.needs]
 
 

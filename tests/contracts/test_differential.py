@@ -208,7 +208,7 @@ def cases(draw: st.DrawFn) -> Case:
         st.sampled_from(("softmax", "sigmoid") if one else ("softmax", "sigmoid", "centred"))
     )
     linear = ("sigmoid" if branch == "sigmoid" else "softmax") in network(spec).linear
-    has = {None: True, "linear": linear, "attention": spec.tokens, "rules": not spec.tokens}
+    has = {None: True, "linear": linear, "attention": spec.tokens, "patches": False, "rules": not spec.tokens}
     return Case(
         spec,
         draw(st.sampled_from([name for name, facts in METHODS.items() if has[facts.needs]])),

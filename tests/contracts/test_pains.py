@@ -35,7 +35,11 @@ from sigcam.methods.registry import METHODS
 from support.nets import PlainVit, Returns
 from support.tiny import Gap, Vgg, attached, images, untouched
 
-CNN_METHODS = [n for n, facts in METHODS.items() if facts.gives != "pixels" and facts.needs != "attention"]
+CNN_METHODS = [
+    n
+    for n, facts in METHODS.items()
+    if facts.gives != "pixels" and facts.needs not in ("attention", "patches")
+]
 
 
 def pgc_maps(model: nn.Module, layer: nn.Module, x: Tensor, targets: Any = None, **options: Any) -> Any:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torchvision.models import VisionTransformer
 
 import sigcam
 from sigcam.data.loader import Batch
@@ -14,6 +15,7 @@ from sigcam.evaluation.batch import NO_MAPS, BatchEvaluator, Variant
 from sigcam.evaluation.registry import METRICS
 from sigcam.methods.registry import METHODS
 from sigcam.methods.targets import Branch
+from sigcam.models.pooling import read_patches
 from sigcam.network.dual import DualBranch
 from support.method_cases import BRANCHES, Signed, fitted, network, pictures, quick
 from support.samples import sample
@@ -22,10 +24,10 @@ LABELS = [0, 3]
 
 
 def supported(net: DualBranch, method: str, branch: Branch) -> bool:
-    needs = METHODS[method].needs
-    if needs in ("attention", "rules"):
-        return hasattr(net.model, "layers") == (needs == "attention")
-    return needs is None or ("sigmoid" if branch == "sigmoid" else "softmax") in net.linear
+    attends = any(isinstance(module, nn.MultiheadAttention) for module in net.model.modules())
+    linear = ("sigmoid" if branch == "sigmoid" else "softmax") in net.linear
+    has = {"linear": linear, "attention": attends, "patches": attends and linear, "rules": not attends}
+    return has.get(METHODS[method].needs or "", True)
 
 
 def confident(name: str) -> DualBranch:
@@ -68,6 +70,16 @@ def test_evaluated_maps_are_those_of_explain(name: str, branch: Branch) -> None:
     net, x = confident(name), pictures(name)
     assert (float(net(x).features.min()) < -0.1) == (name != "vgg")
     assert_evaluated_as_explained(net, x, branch)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_evaluated_maps_are_those_of_explain_for_a_head_on_patch_tokens(branch: Branch) -> None:
+    torch.manual_seed(0)
+    model = VisionTransformer(16, 4, 2, 2, 8, 16, num_classes=4)
+    read_patches(model, "encoder.ln", "heads.head", (1, 4, 4))
+    net = fitted(model.eval(), (16, 16))
+    assert supported(net, "ts-cam", branch)
+    assert_evaluated_as_explained(net, torch.randn(2, 3, 16, 16, dtype=torch.float64), branch)
 
 
 @pytest.mark.parametrize("branch", BRANCHES)

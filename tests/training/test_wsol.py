@@ -50,8 +50,25 @@ class Small(nn.Module):
 def make(num_classes=3):
     torch.manual_seed(0)
     return Small(num_classes), Preprocess(64, 64)
+
+def vit(num_classes=3, **options):
+    import timm
+    torch.manual_seed(0)
+    small = {"img_size": 64, "patch_size": 16, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=num_classes, **small, **options)
+    return model, Preprocess(64, 64)
+
+def averaging():
+    return vit(global_pool="avg")
 """
 SHORT = TrainConfig(epochs=3, batch_size=6, lr=0.02, head_lr_ratio=1.0)
+ON_MAPS = [name for name, trainer in WSOL.items() if not trainer.of_tokens]
+LEFT_IN_IT = {"tap": {"avgpool.tap_threshold"}, "ts-cam": {"norm.0.token_grid"}}
+
+
+def network_of(name: str | None, spec: str) -> str:
+    """The spec of a network that the trainer takes."""
+    return spec if name is None or name in ON_MAPS else spec.replace(":make", ":vit")
 
 
 @pytest.fixture
@@ -241,14 +258,80 @@ def test_tap_replaces_pooling_and_grad_cam_has_the_heads_weights(small: Classifi
     torch.testing.assert_close(raw, expected, rtol=1e-4, atol=1e-5)
 
 
+# TS-CAM
+
+
+def test_ts_cam_trains_a_convolution_of_the_patch_tokens_and_no_more_than_it_is_told(
+    spec: str, train: Samples, tmp_path: Path
+) -> None:
+    vit = load_classifier(network_of("ts-cam", spec))
+    before = {key: tensor.clone() for key, tensor in vit.model.state_dict().items()}
+    config = replace(SHORT, epochs=6, lr=0.05, wsol="ts-cam", freeze_until="norm")
+    result = train_classifier(vit, train, config)
+    assert result.epochs[-1].loss < result.epochs[0].loss
+    assert result.trained == 2 * 16 + 3 * (9 * 16 + 1)  # the norm, and a 3x3 convolution to 3 classes
+    after = vit.model.state_dict()
+    same = {key for key, tensor in before.items() if key in after and after[key].shape == tensor.shape}
+    assert all(torch.equal(after[key], before[key]) for key in same - {"head.bias"})
+    assert not torch.equal(after["norm.0.norm.weight"], before["norm.weight"])
+    tokens, images = list[Tensor](), torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        vit.model.norm[0].norm.register_forward_hook(lambda _, __, out: tokens.append(out))  # type: ignore[index,union-attr]
+        logits = vit.model(images)
+    kernel = after["head.weight"].unflatten(1, (16, 3, 3))
+    semantic = F.conv2d(tokens[0][:, 1:].mT.unflatten(2, (4, 4)), kernel, after["head.bias"], padding=1)
+    torch.testing.assert_close(logits, semantic.mean((2, 3)))
+    state = copy.deepcopy(after)
+    wsol.TsCam(vit)  # again: nothing is put around it
+    assert set(vit.model.state_dict()) == set(state)
+
+
+def test_training_in_this_form_goes_on_with_other_classes(spec: str, tmp_path: Path) -> None:
+    vit, file = load_classifier(network_of("ts-cam", spec)), tmp_path / "classifier.safetensors"
+    wsol.TsCam(vit)
+    save_classifier(file, vit.model, spec="mine", classes=("a", "b", "c"))
+    other = load_classifier(network_of("ts-cam", spec), weights=file, num_classes=7)
+    assert other.model.head.weight.shape == (7, 144) and other.classes is None  # type: ignore[union-attr]
+    for key, tensor in vit.model.state_dict().items():
+        assert key.startswith("head.") or torch.equal(tensor, other.model.state_dict()[key])
+    save_classifier(file, other.model, spec="mine", classes=tuple("abcdefg"))
+    assert load_classifier(network_of("ts-cam", spec), weights=file).classes == tuple("abcdefg")
+
+
+def test_the_weights_of_a_transformers_vit_come_back_too(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tiny = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.ViTConfig(**tiny, image_size=32, patch_size=8, num_labels=4)
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    spec, file = f"hf:{tmp_path / 'vit'}", tmp_path / "classifier.safetensors"
+    vit, images = load_classifier(spec), torch.randn(2, 3, 32, 32)
+    wsol.TsCam(vit)
+    save_classifier(file, vit.model, spec=spec, classes=tuple("abcd"))
+    with torch.no_grad():
+        assert torch.equal(load_classifier(spec, weights=file).model(images), vit.model(images))
+
+
+@pytest.mark.parametrize("function", ["make", "averaging"])
+def test_a_network_without_a_class_token_that_is_read_is_refused(function: str, spec: str) -> None:
+    odd = load_classifier(spec.replace(":make", f":{function}"))
+    before = set(odd.model.state_dict())
+    with pytest.raises(
+        ModelError, match="is not a plain ViT in which one linear layer reads the class token"
+    ):
+        wsol.TsCam(odd)
+    assert set(odd.model.state_dict()) == before
+
+
 # All
 
 
 @pytest.mark.parametrize("name", [None, *WSOL])
 def test_a_trained_classifier_is_loaded_attached_fitted_and_explained(
-    name: str | None, small: Classifier, train: Samples, spec: str, tmp_path: Path
+    name: str | None, train: Samples, spec: str, tmp_path: Path
 ) -> None:
-    before = {key: tensor.clone() for key, tensor in small.model.state_dict().items()}
+    spec = network_of(name, spec)
+    small = load_classifier(spec)
+    before = set(small.model.state_dict())
     result = train_classifier(small, train, replace(SHORT, wsol=name))
     assert len(result.epochs) == 3 and not small.model.training
     assert all(parameter.grad is None for parameter in small.model.parameters())
@@ -258,9 +341,8 @@ def test_a_trained_classifier_is_loaded_attached_fitted_and_explained(
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         assert torch.equal(loaded.model(images), small.model(images))
-    assert set(loaded.model.state_dict()) - set(before) == (
-        {"avgpool.tap_threshold"} if name == "tap" else set()
-    )
+    added = set(loaded.model.state_dict()) - before
+    assert {key for key in added if "norm.0.norm" not in key} == LEFT_IN_IT.get(name or "", set())
     net = sigcam.attach(loaded.model, transform=loaded.transform)
     sigcam.fit(net, train, sigcam.FitConfig(l2=0.1))
     assert sigcam.explain(net, images, "grad-cam").maps.shape == (2, 64, 64)
@@ -271,7 +353,7 @@ def test_a_stopped_training_goes_on_to_the_same_bits(
     name: str, spec: str, train: Samples, tmp_path: Path
 ) -> None:
     config = replace(SHORT, wsol=name)
-    whole, parts, resumed = (load_classifier(spec) for _ in range(3))
+    whole, parts, resumed = (load_classifier(network_of(name, spec)) for _ in range(3))
     train_classifier(whole, train, config)
 
     def stop(result: TrainResult) -> None:
@@ -285,7 +367,7 @@ def test_a_stopped_training_goes_on_to_the_same_bits(
         assert torch.equal(tensor, resumed.model.state_dict()[key]), key
 
 
-@pytest.mark.parametrize("name", list(WSOL))
+@pytest.mark.parametrize("name", ON_MAPS)
 def test_the_last_stage_learns_on_cached_outputs(
     name: str, small: Classifier, train: Samples, tmp_path: Path
 ) -> None:

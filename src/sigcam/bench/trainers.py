@@ -49,7 +49,7 @@ def trainers(plan: Plan, progress: Progress) -> list[BenchRow]:
     dataset = plan.available(FINE_DATASETS)[0]
     samples, rows = plan.samples(dataset, "test", plan.ablation_images), list[BenchRow]()
     plain: Result | None = None
-    for name in (None, *WSOL):
+    for name in (None, *(name for name, trainer in WSOL.items() if not trainer.of_tokens)):
         net = _network(plan, dataset, name, progress)
         result = _evaluate(plan, net, samples, name, progress)
         plain = plain or result

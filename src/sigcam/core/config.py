@@ -85,8 +85,8 @@ class TrainConfig:
         decay_every: the learning rate is divided by 10 at the start of every `decay_every`-th epoch.
         freeze_until: name of the first module to train; modules defined before it keep their weights and
             statistics. None trains all.
-        wsol: trainer of weakly supervised localisation: has, adversarial-erasing, acol, adl or tap. None is
-            plain training.
+        wsol: trainer of weakly supervised localisation: has, adversarial-erasing, acol, adl, tap or ts-cam.
+            None is plain training.
         pretrained: False starts from random weights.
         batch_size: images per step.
         autocast: run the network in bfloat16 where that is faster.

@@ -5,10 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sigcam.core.errors import DataError
 from sigcam.methods.postprocess import resize, unit_range
 from sigcam.methods.probe import Probe
 from sigcam.methods.registry import method
-from sigcam.methods.rollout import rollout_maps
+from sigcam.methods.rollout import class_attention, rollout_maps
 from sigcam.network.dual import DualBranch
 from sigcam.network.optimize import optimized
 from sigcam.network.pass_memory import smaller_batch
@@ -280,3 +281,17 @@ def attention_rollout(probe: Probe) -> Tensor:
     """The attention of the head's token to each patch, multiplied over layers (Abnar and Zuidema, 2020), for
     plain vision transformers; the same for all classes."""
     return rollout_maps(probe.net, probe.forward_pass.images)[:, None]
+
+
+@method("ts-cam", finish="min-max", needs="patches")
+def ts_cam(probe: Probe) -> Tensor:
+    """The class's row of the last layer, times the class token's attention to each patch, the mean over heads
+    and layers (Gao et al., 2021), for plain vision transformers trained for it."""
+    attention = class_attention(probe.net, probe.forward_pass.images, "ts-cam")  # (B, P, Q)
+    if not probe.linear:
+        kind = type(probe.net.model).__name__
+        raise DataError(
+            f"ts-cam needs a head that is linear on averaged patch tokens, and that of {kind} is not: train "
+            "one (sigcam train-classifier --wsol ts-cam), or use 'attention-rollout'."
+        )
+    return probe.head_weight[..., None, None] * attention[:, None, None]

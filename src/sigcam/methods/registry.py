@@ -32,8 +32,8 @@ class Method:
             resize bilinearly (path B). "min-max": resize bicubically, scale from minimum to maximum (path A).
         fusion: How maps of several layers are combined unless told: their mean, or their maximum as in
             Layer-CAM.
-        needs: What the network must have: a global average + "linear" head, ViT "attention", or no function
-            for which the method has no "rules".
+        needs: What the network must have: a global average + "linear" head, ViT "attention", both, with the
+            head on the "patches" beside a class token, or no function for which the method has no "rules".
         perturbs: What the method alters and runs again, if anything: "images" behind a mask for each channel,
             "features", or images by "noise".
         class_specific: Whether maps of two classes differ.
@@ -51,7 +51,7 @@ class Method:
     gives: Literal["weights", "gradients", "maps", "pixels"] = "weights"
     finish: Literal["relu", "min-max"] = "relu"
     fusion: Fusion = "mean"
-    needs: Literal["linear", "attention", "rules"] | None = None
+    needs: Literal["linear", "attention", "patches", "rules"] | None = None
     perturbs: Literal["images", "features", "noise"] | None = None
     class_specific: bool = True
     signed: bool = True

@@ -1,8 +1,9 @@
-"""Attention rollout: the attention of a plain ViT to each cell, multiplied over its layers."""
+"""The attention of a plain ViT to each cell: multiplied over its layers (rollout), or their mean."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -29,16 +30,31 @@ def rollout_maps(net: DualBranch, images: Tensor) -> Tensor:
     return shares[:, -p * q :].reshape(-1, p, q)
 
 
+def class_attention(net: DualBranch, images: Tensor, method: str) -> Tensor:
+    """Return (B, P, Q) the attention of the class token, the first one, to each cell: the mean over layers of
+    the mean over heads. `method` is named in errors."""
+    rows, (p, q) = _over_batch(net, images, method, lambda seen, _: seen.from_first_token())
+    return rows[:, -p * q :].reshape(-1, p, q)
+
+
 def token_shares(net: DualBranch, images: Tensor) -> tuple[Tensor, GridSize]:
     """Return (B, L) shares of all tokens, which sum to 1, and the grid of the last P * Q."""
+    return _over_batch(net, images, "attention-rollout", lambda seen, reading: seen.shares(reading))
+
+
+def _over_batch(
+    net: DualBranch, images: Tensor, method: str, take: Callable[[_AttentionRecorder, Tensor], Tensor]
+) -> tuple[Tensor, GridSize]:
+    """Return what `take` returns of all images, (B, L), and the grid of the last P * Q. It is given the (L,)
+    weights of the tokens that the head reads."""
     with torch.inference_mode(False), torch.no_grad(), fresh_autocast_cache():
-        first = _AttentionRecorder(net, grad=True).run(images[:1])  # one image reveals the architecture
+        first = _AttentionRecorder(net, method, grad=True).run(images[:1])  # one reveals the architecture
         reading, grid = _reading_weights(first), first.grid
-        shares = [first.shares(reading)]
+        taken = [take(first, reading)]
         parts = images[1:].split(1) if first.one_by_one else chunks(images[1:])
         del first  # and its graph
-        shares += [_AttentionRecorder(net).run(part).shares(reading) for part in parts if len(part)]
-        return torch.cat(shares), grid
+        taken += [take(_AttentionRecorder(net, method).run(part), reading) for part in parts if len(part)]
+        return torch.cat(taken), grid
 
 
 Tokens = tuple[Tensor, int]  # a tensor and its token axis
@@ -50,9 +66,9 @@ class _AttentionRecorder(TorchFunctionMode):
     While a function mode is active, torch's attention modules take no fused path that would hide from it.
     """
 
-    def __init__(self, net: DualBranch, *, grad: bool = False) -> None:
+    def __init__(self, net: DualBranch, method: str, *, grad: bool = False) -> None:
         super().__init__()
-        self.net, self.grad = net, grad
+        self.net, self.method, self.grad = net, method, grad
         self.batch = 0
         self.one_by_one = False  # images and heads share an axis, in unknown order
         self.other_softmaxes = set[GridSize]()  # shapes of softmaxes that are not self-attention
@@ -62,6 +78,7 @@ class _AttentionRecorder(TorchFunctionMode):
         self.logits: Tensor
         self.grid = GridSize(0, 0)
         self._product: Tensor | None = None
+        self._first_rows: list[Tensor] = []  # (B, L) by layer: the first token's attention
 
     @property
     def product(self) -> Tensor:
@@ -73,6 +90,12 @@ class _AttentionRecorder(TorchFunctionMode):
         """Return (B, L), the mean of the rows with (L,) weights."""
         with torch.autocast(reading.device.type, enabled=False):
             return reading @ self.product
+
+    def from_first_token(self) -> Tensor:
+        """Return (B, L), the first token's attention to each, the mean over layers."""
+        if self.product.shape[-1] == math.prod(self.grid):
+            self._refuse("has no class token")
+        return torch.stack(self._first_rows).mean(0)
 
     def run(self, images: Tensor) -> _AttentionRecorder:
         """Run the model, and check that its attention is that of a plain ViT."""
@@ -114,7 +137,7 @@ class _AttentionRecorder(TorchFunctionMode):
 
     def _refuse(self, why: str) -> NoReturn:
         kind = type(self.net.model).__name__
-        raise DataError(f"attention-rollout is for plain ViTs, and {kind} {why}: use 'grad-cam'.")
+        raise DataError(f"{self.method} is for plain ViTs, and {kind} {why}: use 'grad-cam'.")
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -212,6 +235,7 @@ class _AttentionRecorder(TorchFunctionMode):
         with torch.no_grad(), torch.autocast(weights.device.type, enabled=False):
             mean = at_least_float32(weights.detach()).reshape(self.batch, -1, rows, columns).mean(1)
             mean = mean / mean.sum(-1, keepdim=True)  # (B, L, L), rounded in half precision
+            self._first_rows.append(mean[:, 0].clone())
             mean.diagonal(dim1=-2, dim2=-1).add_(1)
             mean.div_(2)
             self._product = mean if self._product is None else mean @ self._product

@@ -68,9 +68,10 @@ def load_classifier(
         count = count if num_classes is None else num_classes
         model, transform, classes = build(name, count, False)
         state = match_names(state, _bare(model))
+        restore_pooling(_bare(model), state)
         if count is None and (saved_count := class_count_in(state, _bare(model))):
             model, transform, classes = build(name, saved_count, False)
-        restore_pooling(_bare(model), state)
+            restore_pooling(_bare(model), state)
         if isinstance(model, LogitsOnly):
             state = match_hf_names(state, model.model)
         differs = saved_spec and saved_spec != spec

@@ -20,7 +20,6 @@ from sigcam.data.sample import Sample, Samples, data_fingerprint
 from sigcam.drawing.contact_sheet import contact_sheet
 from sigcam.methods.explainer import explain_pass
 from sigcam.methods.registry import METHODS, MapConfig
-from sigcam.methods.rollout import rollout_maps
 from sigcam.models.classifier import Classifier
 from sigcam.network.dual import DualBranch
 
@@ -160,16 +159,13 @@ def _open_all(sample: Sample) -> Image.Image:
 
 def usable_methods(net: DualBranch) -> list[str]:
     """Return the methods that work with this network."""
-    missing = set() if net.linear else {"linear"}
-    try:
-        rollout_maps(net, random_images(net))
-    except DataError:
-        missing.add("attention")
-    for name in (name for name, method in METHODS.items() if method.needs == "rules" and method.available):
+    missing: set[str | None] = set() if net.linear else {"linear"}
+    first = {method.needs: name for name, method in reversed(METHODS.items()) if method.available}
+    for need in first.keys() - {None, "linear"}:
         try:
-            explain_pass(net, net.run(random_images(net)[:1]), MapConfig(name, "softmax"), classes=0)
+            explain_pass(net, net.run(random_images(net)[:1]), MapConfig(first[need], "softmax"), classes=0)
         except DataError:
-            missing.add("rules")
+            missing.add(need)
     return [name for name, method in METHODS.items() if method.needs not in missing and method.available]
 
 
@@ -185,7 +181,11 @@ def coinciding(net: DualBranch) -> dict[str, list[list[str]]]:
     forward = net.run(random_images(net), grad=True)
     linear = "softmax" in net.linear
     weighting = {name: method for name, method in METHODS.items() if method.weights_channels}
-    methods = [n for n, m in weighting.items() if m.follows_head and (linear or m.needs != "linear")]
+    methods = [
+        n
+        for n, m in weighting.items()
+        if m.follows_head and m.needs in ((None, "linear") if linear else (None,))
+    ]
     coincide = {}
     for title, clamp in (("signed weights", False), ("positive weights only", True)):
         groups = list[tuple[Tensor, list[str]]]()

@@ -1,7 +1,8 @@
 """Trainers of weakly supervised localisation (WSOL): plain training with one thing changed each.
 
 A trainer says which images an epoch shows and which logits it judges. The network stays an ordinary
-classifier throughout: only `tap` leaves something in it, a pooling layer that its weights file brings along.
+classifier throughout: only `tap` and `ts-cam` leave something in it, layers before the head that its weights
+file brings along.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from sigcam.core.types import Progress
 from sigcam.data.loader import load_batches
 from sigcam.data.sample import Sample, Samples
 from sigcam.models.classifier import Classifier
-from sigcam.models.pooling import ThresholdedPool
+from sigcam.models.pooling import ThresholdedPool, TokenMaps, read_patches
 from sigcam.models.preprocess import IMAGENET_MEAN, Preprocess
 from sigcam.network.attachment import attach
 from sigcam.network.dual import DualBranch, linear_weight
-from sigcam.network.modules import replace_module, run_model
+from sigcam.network.modules import is_norm, replace_module, run_model
 from sigcam.network.trace import eval_mode
 from sigcam.training.augmentation import seed_of
 from sigcam.training.background import class_maps, classes_of
@@ -58,6 +59,7 @@ class Trainer:
 
     alters_images = False  # whether `samples` are others than those given
     in_steps = False  # whether an epoch depends on how many there are
+    of_tokens = False  # whether it is for plain ViTs; the others are for networks with feature maps
 
     def __init__(self, classifier: Classifier) -> None:
         self.classifier = classifier
@@ -264,12 +266,29 @@ class Tap(Trainer):
             replace_module(classifier.model, pool, ThresholdedPool(pool, TAP_THRESHOLD).eval())
 
 
+class TsCam(Trainer):
+    """The head of a plain ViT reads the patch tokens instead of the class token: a new 3x3 convolution makes
+    them a map for each class, whose mean is the logit, in training and ever after (Gao et al., ICCV 2021).
+
+    The convolution is a linear head on `TokenMaps`, so CAM of such a network is its semantic maps, and the
+    method `ts-cam` multiplies these by attention.
+    """
+
+    of_tokens = True
+
+    def __init__(self, classifier: Classifier) -> None:
+        super().__init__(classifier)
+        if not any(isinstance(module, TokenMaps) for module in classifier.model.modules()):
+            read_patches(classifier.model, *find_class_token(classifier))
+
+
 WSOL: dict[str, type[Trainer]] = {
     "has": HideAndSeek,
     "adversarial-erasing": AdversarialErasing,
     "acol": Acol,
     "adl": Adl,
     "tap": Tap,
+    "ts-cam": TsCam,
 }
 
 
@@ -306,6 +325,29 @@ def find_pooling(classifier: Classifier) -> nn.Module:
         sentence = f"{classifier.name} has no pooling module that averages maps for one linear layer"
         raise ModelError(f"{sentence}: use has, adversarial-erasing or another network.")
     return found[-1]
+
+
+def find_class_token(classifier: Classifier) -> tuple[str, str, tuple[int, int, int]]:
+    """Return the names of a ViT's last norm and of the linear head that reads the first token of it, and the
+    number of tokens before the grid, P and Q; ModelError if there are none."""
+    net, read, first_tokens = _attached(classifier), list[Tensor](), list[tuple[str, Tensor]]()
+    names = {module: name for name, module in classifier.model.named_modules()}
+    head, prefix, (p, q) = net.last_layer("softmax"), net.split.fold.prefix, net.split.fold.grid
+
+    def watch(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if module is head:
+            read.append(args[0])
+        elif is_norm(module) and isinstance(output, Tensor) and output.shape[:-1] == (1, prefix + p * q):
+            first_tokens.append((names[module], output[:, 0]))
+
+    with torch.no_grad(), eval_mode(classifier.model) as handles:
+        handles += [module.register_forward_hook(watch) for module in names]
+        run_model(classifier.model, net.example)
+    norms = [name for name, token in first_tokens if torch.equal(token, read[-1])]
+    if not prefix or not norms or len(net.split.last) > 1 or not isinstance(head, nn.Linear):
+        wanted = "a plain ViT in which one linear layer reads the class token that the last norm returns"
+        raise ModelError(f"{classifier.name} is not {wanted}: use another network, or another trainer.")
+    return norms[-1], names[head], (prefix, p, q)
 
 
 def _attached(classifier: Classifier) -> DualBranch:

@@ -11,6 +11,7 @@ from sigcam.methods.registry import METHODS
 from sigcam.methods.targets import Branch
 from sigcam.network.dual import DualBranch
 from sigcam.network.opening import has_shipped_branch, open_network
+from sigcam.reports.inspection import usable_methods
 from sigcam.ui.serve import UiOptions
 
 MAX_PASSES = 200  # for a map; a method that would take more tries fewer channels or samples
@@ -43,10 +44,9 @@ def sources_of(net: DualBranch, prefix: str = "") -> list[Source]:
 
 
 def available_methods(nets: Sequence[DualBranch]) -> list[str]:
-    """Return the methods that the heads of all networks support."""
-    linear = all("softmax" in net.linear for net in nets)
-    missing = "attention" if linear else "linear"
-    return [name for name, method in METHODS.items() if method.needs != missing and method.available]
+    """Return the methods that work with all networks."""
+    usable = set[str](METHODS).intersection(*map(usable_methods, nets))
+    return [name for name in METHODS if name in usable]
 
 
 def why_relative(source: Source, method: str) -> str:
