@@ -517,6 +517,17 @@ def test_a_scored_output_is_a_classifiers_only_logit(name: str) -> None:
     assert maps.any() and np.abs(maps - expected).max() < 1e-5
 
 
+def test_an_image_whose_score_has_no_gradient_gets_a_blank_map(caplog: pytest.LogCaptureFixture) -> None:
+    def where_positive(scores: Tensor) -> Tensor:
+        return (scores.mean() + 1e6 * float(scores.mean() < total)).clamp(max=1e5)
+
+    model, x = segmenter().eval(), images()
+    total = model(x).mean((1, 2, 3)).median().item()
+    maps = sigcam.GradCAM(model, ["vgg.features.4"])(x, where_positive)
+    assert sorted(maps.any((1, 2))) == [False, True, True]
+    assert "the map of image 0 is blank: no gradient reaches the layer" in caplog.text
+
+
 def test_a_scored_model_is_left_as_it_was() -> None:
     model, x = segmenter(), images()
     with untouched(model), torch.no_grad():
@@ -529,6 +540,11 @@ def test_a_scored_model_is_left_as_it_was() -> None:
 class AsDict(Segmenter):
     def forward(self, x: Tensor) -> Any:
         return {"out": super().forward(x)}
+
+
+class AsTuple(Segmenter):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
 
 
 @pytest.mark.parametrize(
@@ -544,8 +560,9 @@ class AsDict(Segmenter):
         (segmenter, [first, second], DataError, "2 targets for 3"),
         (segmenter, lambda scores: scores[0], DataError, r"as a tensor, not of shape \(4, 4\)"),
         (segmenter, lambda scores: scores[3].mean(), IndexError, "index 3 is out of bounds"),
-        (segmenter, lambda scores: torch.ones(()), AttachError, "gets no gradient"),
+        (segmenter, lambda scores: torch.ones(()), AttachError, "no gradient passes from layer"),
         (AsDict, first, DataError, "a row for each image, and the model returned dict"),
+        (AsTuple, first, DataError, r"a row for each image: 2 for 3 image\(s\)"),
     ],
 )
 def test_a_model_without_logits_says_what_it_needs(

@@ -9,7 +9,7 @@ from torch.nn.utils import skip_init
 
 from sigcam.core.errors import AttachError, ConfigError, DataError
 from sigcam.methods.row_scores import RowScore, one_number
-from sigcam.network.attachment import attach, unwrap
+from sigcam.network.attachment import assemble, attach, unwrap
 from sigcam.network.dual import DualBranch
 from sigcam.network.trace import eval_mode
 
@@ -38,16 +38,26 @@ def scored_networks(
     """Yield a network for each image, of the score of its target, and the `layers` argument that is left for
     `explain`."""
     with torch.no_grad(), eval_mode(model):  # errors of a target are its own here
-        for row, target in zip(_rows(model(images)), targets, strict=True):
+        rows = _rows(model(images))
+        if len(rows) != len(images):
+            raise DataError(f"targets score a row for each image: {len(rows)} for {len(images)} image(s).")
+        for row, target in zip(rows, targets, strict=True):
             one_number(target(row))
+    score = _any_score if all(isinstance(row, Tensor) for row in rows) else targets[0]
+    net, left = _attach_scored(model, layers, score, images[:1].detach())
+    facts: Any = {"requested": net.requested, "transform": None, "class_names": None}
     for image, target in zip(images.split(1), targets, strict=True):
-        yield _attach_scored(model, layers, target, image.detach())
+        each = assemble(ScoredModel(unwrap(model), target), net.split, image.detach(), **facts)
+        each.prepare(grad=True)
+        yield each, left
 
 
 def can_be_scored(model: nn.Module, layers: Layers) -> bool:
     """Whether the layers give a map of some score of the model's output."""
+    if isinstance(model, DualBranch):
+        return False
     try:
-        _attach_scored(model, layers, torch.sum)
+        _attach_scored(model, layers, _any_score)
     except (AttachError, AttributeError):
         return False
     return True
@@ -60,6 +70,11 @@ def _attach_scored(
     if layers:
         layers = [model.get_submodule(each) if isinstance(each, str) else each for each in layers]
     return attach_at(ScoredModel(model, target), layers, example)
+
+
+def _any_score(row: Tensor) -> Tensor:
+    """Return a number that depends on all of a model's output for an image."""
+    return (row * torch.linspace(1, 2, row.numel()).to(row).view_as(row)).sum()
 
 
 def _rows(output: Any) -> Sequence[Any]:
