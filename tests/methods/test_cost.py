@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from sigcam.methods.cost import cost_note, is_long
+from sigcam.methods.explainer import explain
 from sigcam.methods.folder import ExplainConfig, explain_samples
 from sigcam.methods.registry import MapConfig
+from sigcam.network.pass_memory import LiveBytes
 from support.commands import place, run, spec
 from support.samples import prepared, samples
 from support.tiny import Gap
@@ -23,7 +26,30 @@ def test_a_long_method_tells_its_passes() -> None:
         net, MapConfig("extremal-perturbation", samples=10)
     )
     assert [is_long(MapConfig(name)) for name in ("grad-cam", "smoothgrad", "rise")] == [False, False, True]
-    assert not is_long(MapConfig("rise", samples=50))
+    assert [is_long(MapConfig("rise", samples=count)) for count in (50, 64)] == [False, True]
+
+
+def test_the_memory_that_is_told_holds_the_method_and_does_not_grow_with_its_samples() -> None:
+    net = prepared(Gap(4))
+    images = torch.rand(1, *net.example.shape[1:])
+
+    def told(method: str, samples: int) -> str:
+        note = cost_note(net, MapConfig(method, "softmax", samples=samples))
+        return note.partition(", with about ")[2]
+
+    def used(method: str, samples: int) -> int:
+        with LiveBytes() as live:
+            explain(net, images, method, branch="softmax", classes=1, samples=samples)
+        return live.peak
+
+    for method in ("rise", "extremal-perturbation", "smoothgrad"):
+        assert told(method, 512) == told(method, 64)
+    number, unit, *words = told("rise", 64).split()
+    assert words == ["of", "memory", "besides", "the", "weights"]
+    assert used("rise", 64) < float(number) * {"kB": 1e3, "MB": 1e6}[unit]
+    assert used("extremal-perturbation", 24) <= 1.01 * used("extremal-perturbation", 12)
+    maps = net.example.shape[-2:].numel() * 8
+    assert used("rise", 256) - used("rise", 128) < maps + 128 * 7 * 7 * 8  # the grids of the masks
 
 
 def test_passes_are_reported_and_a_stopped_run_loses_one_image(samples, tmp_path: Path) -> None:

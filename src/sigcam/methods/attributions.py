@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from sigcam.core.errors import ConfigError
-from sigcam.methods.formulas import CPU_BATCH, GPU_BATCH
+from sigcam.methods.formulas import usual_batch
 from sigcam.methods.function_calls import FunctionCalls, NoRule
 from sigcam.methods.probe import Probe, report_share
 from sigcam.methods.registry import method
@@ -272,7 +272,7 @@ class Job:
 def _attributions(probe: Probe, attribute: Callable[[Job], Tensor]) -> Tensor:
     """Return (B, K, C, H, W) attributions of each class, computed once where an image has a class twice."""
     images = probe.forward_pass.images
-    usual = probe.batch_size or (CPU_BATCH if images.device.type == "cpu" else GPU_BATCH)
+    usual = probe.batch_size or usual_batch(images)
     batch = smaller_batch(min(usual, probe.samples), probe.net, images, grad="images")
     found, done = dict[tuple[int, int], Tensor](), 0
     chosen = probe.classes.tolist()

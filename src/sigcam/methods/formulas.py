@@ -121,16 +121,26 @@ def random_cam(probe: Probe) -> Tensor:
 def copy_for_masks(probe: Probe) -> DualBranch:
     """The network with an optimised private copy of its model, where that has the same logits; made anew,
     since the weights may change between calls."""
-    net, image = probe.net, probe.forward_pass.images[:1]
+    forward_pass = probe.forward_pass
+    return faster_copy(probe.net, forward_pass.images[:1], forward_pass.softmax_logits[:1].detach())
+
+
+def faster_copy(net: DualBranch, image: Tensor, logits: Tensor) -> DualBranch:
+    """The network with such a copy if it gives these logits (1, C) of the image, else the network itself."""
     if net.model is not net.original or image.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return net
     split = net.split
     try:
         copied = net.with_model(optimized(net.model, image, keep=(split.layer, *split.heads, *split.last)))
-        logits = copied.run(image).softmax_logits
+        found = copied.run(image).softmax_logits
     except Exception:  # any user network, any failure: the network itself does
         return net
-    return copied if agree(logits, probe.forward_pass.softmax_logits[:1].detach()) else net
+    return copied if agree(found, logits) else net
+
+
+def usual_batch(images: Tensor) -> int:
+    """Return how many altered images run in one pass where `batch_size` is not given and memory is there."""
+    return CPU_BATCH if images.device.type == "cpu" else GPU_BATCH
 
 
 def mask_scores(
@@ -140,7 +150,7 @@ def mask_scores(
     the mean over changed versions of the masks (R, H, W). -inf for channels that are not tried."""
     features, images = probe.features[:, 0], probe.forward_pass.images
     count, channels = features.shape[:2]
-    batch_size = probe.batch_size or (CPU_BATCH if images.device.type == "cpu" else GPU_BATCH)
+    batch_size = probe.batch_size or usual_batch(images)
     top_n = min(probe.top_n or channels, channels)
     net = copy_for_masks(probe) if count * top_n * versions >= MANY_MASKS else probe.net
     batch_size = smaller_batch(min(batch_size, top_n), probe.net, images)

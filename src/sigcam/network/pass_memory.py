@@ -128,9 +128,17 @@ def smaller_batch(
     free = free_memory(images.device)
     if batch == 1 or free is None:
         return batch
+    needed = bytes_of_altered(net, images, grad=grad)
+    return batch if needed is None else max(1, min(batch, int(free / needed)))
+
+
+def bytes_of_altered(
+    net: DualBranch, images: Tensor, *, grad: Literal[False, "images"] = False
+) -> float | None:
+    """Return about how much memory each altered image in a pass takes, besides the weights; None if the pass
+    fails."""
     try:
         memory = measure_pass(net, (net.split.point,), images[:1], grad=grad)
     except Exception:  # any user network; the pass itself will tell
-        return batch
-    needed = KERNELS * (memory.peak(memory.pixels) + 2 * images[0].nbytes)  # a mask and a copy
-    return max(1, min(batch, int(free / needed)))
+        return None
+    return KERNELS * (memory.peak(memory.pixels) + 2 * images[0].nbytes)  # a mask and a copy
