@@ -1,4 +1,4 @@
-"""Plot the figures of docs/results.md from the tables in benchmarks/results.
+"""Plot the figures of docs/results.md and docs/systems.md from the tables in benchmarks/results.
 
 python scripts/plot_results.py
 """
@@ -9,7 +9,19 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
-from write_results import CASES, CLAIM_ROWS, CONTRAST_ROWS, ROOT, metric_of, row_or_none, rows_of, variant_of
+from write_results import (
+    CASES,
+    CLAIM_ROWS,
+    CONTRAST_ROWS,
+    ROOT,
+    SYSTEM_DATASETS,
+    SYSTEM_VARIANTS,
+    metric_of,
+    row_or_none,
+    rows_of,
+    systems_of,
+    variant_of,
+)
 from write_results import ROWS as NAMES
 
 COLOURS = {"softmax": "#9a6a00", "centred": "#5b5bd6", "sigmoid": "#0a7d55"}
@@ -165,6 +177,39 @@ def sources() -> None:
     save(figure, "results-sources")
 
 
+def systems(table: str) -> None:
+    """Plot what clamping, the branch and background evidence add to the softmax head's maps, by method."""
+    held = systems_of(table)
+    methods = [method for method, found in held.items() if any(len(v) > 1 for v in found.values())]
+    size = (11, 0.3 * len(methods) + 1.6)
+    figure, axes = plt.subplots(1, len(SYSTEM_DATASETS), figsize=size, sharey=True)
+    for axis, dataset in zip(axes, SYSTEM_DATASETS, strict=True):
+        for y, method in enumerate(methods):
+            variants = held[method].get(dataset, {})
+            for mark, variant, shift in zip("Dos", SYSTEM_VARIANTS[1:], (-0.22, 0, 0.22), strict=True):
+                if variant not in variants:
+                    continue
+                value, low, high = variants[variant]["delta"][metric_of(dataset)]
+                colour = COLOURS[variant[0]]
+                face = "white" if low <= 0 <= high else colour
+                axis.plot([low, high], [y + shift] * 2, color=colour, linewidth=1)
+                style: Any = {"color": colour, "markerfacecolor": face, "markersize": 4.5}
+                axis.plot(value, y + shift, mark, label=NAMES[variant].split(" (")[0], **style)
+        axis.axvline(0, color="#888888", linewidth=1)
+        axis.set_title(TITLES[dataset], fontsize=11, loc="left")
+        axis.grid(axis="x", color="#dddddd")
+        axis.set_axisbelow(True)
+    axes[0].set_yticks(range(len(methods)), methods, fontsize=9)
+    axes[0].set_ylim(len(methods) - 0.4, -0.6)
+    legend = {}
+    for axis in axes:
+        handles, labels = axis.get_legend_handles_labels()
+        legend |= dict(zip(labels, handles, strict=True))
+    figure.tight_layout(rect=(0, 0.6 / size[1], 1, 1))
+    figure.legend(legend.values(), legend, ncol=3, frameon=False, loc="lower center", fontsize=10)
+    save(figure, f"results-{table}")
+
+
 if __name__ == "__main__":
     mpl.rcParams |= {"svg.fonttype": "none", "font.family": "sans-serif", "figure.facecolor": "white"}
     mpl.rcParams["svg.hashsalt"] = "sigcam"
@@ -172,3 +217,5 @@ if __name__ == "__main__":
     localisation()
     fidelity()
     sources()
+    systems("systems")
+    systems("systems-resnet50")

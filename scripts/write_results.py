@@ -1,4 +1,4 @@
-"""Write the tables of docs/results.md and README.md from the results in benchmarks/results.
+"""Write the tables of docs/results.md, docs/systems.md and README.md from the results in benchmarks/results.
 
 A page holds a table between `<!-- table: NAME -->` and `<!-- end -->`.
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "docs/results.md", ROOT / "README.md")
+PAGES = (ROOT / "docs/results.md", ROOT / "docs/systems.md", ROOT / "README.md")
 PAPER_METHOD = ("sigmoid", True)
 PAPER_ROWS = {
     ("softmax", False): "softmax, signed (the paper's baseline)",
@@ -465,6 +465,71 @@ def shift() -> str:
     return table(["classifier", "mean row, of a row's length", "centring gives"], lines)
 
 
+SYSTEM_VARIANTS: tuple[Variant, ...] = (
+    ("softmax", False),
+    ("softmax", True),
+    PAPER_METHOD,
+    ("sigmoid + background", True),
+)
+SYSTEM_DATASETS = ("cub", "cars", "pets")
+Held = dict[str, dict[str, dict[Variant, Row]]]
+
+
+def systems_of(name: str) -> Held:
+    """Return the rows of every method, by data set and variant; a method for any head has one variant."""
+    held: Held = {}
+    for row in rows_of(name):
+        held.setdefault(row["method"], {}).setdefault(row["dataset"], {})[variant_of(row)] = row
+    return held
+
+
+def systems(name: str, metric: str = "") -> str:
+    """Return a number of every method on each head, and the difference of the paper's branch from the softmax
+    head as published; localisation by default."""
+    lines = list[list[str]]()
+    for method, by_dataset in systems_of(name).items():
+        line = [method]
+        for dataset in SYSTEM_DATASETS:
+            number, variants = metric or metric_of(dataset), by_dataset.get(dataset, {})
+            line += ["-", "-"] if not variants else [_four(variants, number), _gain(variants, number)]
+        lines.append(line)
+    return table(
+        ["map", *(h for d in SYSTEM_DATASETS for h in (DATASETS[d].split()[0], "branch gives"))], lines
+    )
+
+
+def _four(variants: dict[Variant, Row], number: str) -> str:
+    """Return softmax / clamped / branch / with background; a dash where clamping changes nothing."""
+    if ("any head", False) in variants:
+        return f"{variants['any head', False][number]:.1f}"
+    return " / ".join(f"{variants[v][number]:.1f}" if v in variants else "-" for v in SYSTEM_VARIANTS)
+
+
+def _gain(variants: dict[Variant, Row], number: str) -> str:
+    return between(variants[PAPER_METHOD]["delta"][number]) if PAPER_METHOD in variants else "-"
+
+
+def systems_cost() -> str:
+    """Return the passes and seconds for a map of each network, and the images that it was measured on."""
+    by_network = [systems_of(name) for name in ("systems", "systems-resnet50")]
+    lines = list[list[str]]()
+    for method in dict.fromkeys(method for held in by_network for method in held):
+        line = [method]
+        for held in by_network:
+            rows = {d: next(iter(v.values())) for d, v in held.get(method, {}).items()}
+            if not rows:
+                line += ["-"] * 3
+                continue
+            row = rows["cub"]
+            seconds = f"{row['seconds']:.3f}" if row["seconds"] < 1 else f"{row['seconds']:.1f}"
+            passes = f"{row['passes']:.1f}" if row["passes"] < 10 else f"{row['passes']:.0f}"
+            images = " / ".join(str(rows[d]["images"]) if d in rows else "-" for d in SYSTEM_DATASETS)
+            line += [f"{passes} ({row['fit']})" if "fit" in row else passes, seconds, images]
+        lines.append(line)
+    heads = [f"{n}: {what}" for n in ("Lite0", "ResNet-50") for what in ("passes", "seconds", "images")]
+    return table(["map", *heads], lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "localisation": localisation,
     "gradients": gradients,
@@ -484,6 +549,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "cells": cells,
     "paper-weights": paper_weights,
     **{name: partial(classifier, name) for name in ("lite2", "stages")},
+    "systems-cost": systems_cost,
+    **{
+        f"{name}{metric and f'-{metric}'}": partial(systems, name, metric and metric.replace("-", "_"))
+        for name in ("systems", "systems-resnet50")
+        for metric in ("", "insertion", "deletion", "average-drop")
+    },
 }
 
 

@@ -70,45 +70,36 @@ def extremal_map(score: Score, image: Tensor, points: tuple[int, int], steps: in
 
 
 def extremal_mask(score: Score, image: Tensor, points: tuple[int, int], area: float, steps: int) -> Tensor:
-    """Gradient ascent of score - penalty * area loss over a mask's points, one area alone."""
+    """Gradient ascent of score - weight * area loss over a mask's points, one area alone."""
     height, width = image.shape[1:]
     unit = min(height, width) / 224
     blurs = [gaussian(image, 20 * unit * (7 - level) / 7) for level in range(8)]
-    places = [
-        ((i + 0.5) * height / points[0], (j + 0.5) * width / points[1])
-        for i in range(points[0])
-        for j in range(points[1])
-    ]
-    kernel = torch.tensor(
-        [[math.exp(-(max(0.0, math.dist(a, b) / (7 * unit) - 1) ** 2) / 4) for b in places] for a in places],
-        dtype=torch.float64,
-    )
-    hidden = round((1 - area) * height * width)
-    wanted = torch.tensor([0.0] * hidden + [1.0] * (height * width - hidden), dtype=torch.float64)
+    tall, wide = height / points[0], width / points[1]  # pixels between two points
 
     def mask_of(values: Tensor) -> Tensor:
-        smooth = []
-        for row in kernel:
-            products = row * values
-            powers = (products * 20).exp()
-            smooth.append((products * powers).sum() / powers.sum())
-        grid = torch.stack(smooth).reshape(points)
-        return torch.stack(
-            [
-                torch.stack(
-                    [
-                        _bilinear(
-                            grid, (y + 0.5) * points[0] / height - 0.5, (x + 0.5) * points[1] / width - 0.5
-                        )
-                        for x in range(width)
-                    ]
-                )
-                for y in range(height)
-            ]
+        smooth = torch.stack(
+            [torch.stack([_smooth_max(values, i, j) for j in range(points[1])]) for i in range(points[0])]
         )
+        rows = [
+            [_bilinear(smooth, (y + 0.5) / tall - 0.5, (x + 0.5) / wide - 0.5) for x in range(width)]
+            for y in range(height)
+        ]
+        return torch.stack([torch.stack(row) for row in rows])
 
-    values, speed, penalty = torch.full((len(places),), 0.5, dtype=torch.float64), 0.0, 0.0
-    for step in range(1, steps + 1):
+    def _smooth_max(values: Tensor, i: int, j: int) -> Tensor:
+        down, right = math.ceil(35 * unit / tall), math.ceil(35 * unit / wide)
+        kernel, near = [], []
+        for di in range(-down, down + 1):
+            for dj in range(-right, right + 1):
+                distance = math.hypot(di * tall, dj * wide) / (21 * unit)
+                kernel.append(math.exp(-2 * max(0.0, distance - 0.5) ** 2))
+                near.append(_folded(i + di, points[0]) * points[1] + _folded(j + dj, points[1]))
+        products = torch.tensor(kernel, dtype=values.dtype) * values.flatten()[near]
+        powers = (20 * products).exp()
+        return (products * powers).sum() / powers.sum()
+
+    values, speed = torch.ones(points, dtype=torch.float64), 0.0
+    for step in range(steps):
         values = values.detach().requires_grad_()
         with torch.enable_grad():
             mask = mask_of(values)
@@ -119,12 +110,35 @@ def extremal_mask(score: Score, image: Tensor, points: tuple[int, int], area: fl
             shown = (1 - share) * stack.gather(-1, index)[..., 0] + share * stack.gather(-1, index + 1)[
                 ..., 0
             ]
-            gain = score(shown) - penalty * ((mask.flatten().sort(stable=True).values - wanted) ** 2).mean()
+            weight = 300 * 1.0035 ** (800 * step / steps)
+            gain = score(shown) - weight * area_loss(mask, area)
         (slope,) = torch.autograd.grad(gain, values)
-        speed = 0.9 * speed + slope
-        values = (values.detach() + 0.01 * speed).clamp(0, 1)
-        penalty = 3.0 * 400.0 ** (step / steps)
+        speed = 0.9 * speed + 0.1 * slope
+        values = (values.detach() + 0.01 * min(800 / steps, 16) * speed).clamp(0, 1)
     return mask_of(values.detach())
+
+
+def area_loss(mask: Tensor, area: float) -> Tensor:
+    """The mean squared difference of the sorted mask from zeros and ones; the mean over all orders of pixels
+    that are equal."""
+    ones = max(1, round(area * mask.numel()))
+    pixels = mask.detach().flatten().tolist()
+    order = sorted(range(len(pixels)), key=lambda i: -pixels[i])
+    values = mask.flatten()[order]
+    last = pixels[order[ones - 1]]
+    equal = [i for i, pixel in enumerate(order) if abs(pixels[pixel] - last) <= 1e-6]
+    total = torch.zeros((), dtype=mask.dtype)
+    for i, value in enumerate(values):
+        share = (ones - equal[0]) / len(equal) if i in equal else float(i < ones)
+        total = total + share * (value - 1) ** 2 + (1 - share) * value**2
+    return total / mask.numel()
+
+
+def _folded(i: int, count: int) -> int:
+    """The point that a mirrored one beyond an edge stands for."""
+    while not 0 <= i < count:
+        i = -1 - i if i < 0 else 2 * count - 1 - i
+    return i
 
 
 def _bilinear(grid: Tensor, y: float, x: float) -> Tensor:

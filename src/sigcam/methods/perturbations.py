@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sigcam.core.types import GridSize
-from sigcam.methods.formulas import CPU_BATCH, GPU_BATCH, MANY_MASKS, copy_for_masks
+from sigcam.methods.formulas import MANY_MASKS, copy_for_masks, usual_batch
 from sigcam.methods.postprocess import resize
 from sigcam.methods.probe import Probe, report_share
 from sigcam.methods.registry import method
 from sigcam.methods.targets import at_least_float32
+from sigcam.network.dual import DualBranch
 from sigcam.network.pass_memory import smaller_batch
 
 # RISE (Petsiuk et al., 2018, Sec. 3.2 and 4)
@@ -22,13 +24,14 @@ MASK_CELLS, SHARE_SHOWN = 7, 0.5  # cells of a mask each way, and the probabilit
 # Extremal perturbations (Fong et al., 2019); lengths are those of an image of 224 pixels on its shorter side
 SIDE = 224
 STEP, BLUR = 7, 20  # between the mask's points; standard deviation of the blur where nothing is shown
+CORE, SPREAD, REACH = 10.5, 10.5, 35  # of the kernel: where it is 1, its standard deviation beyond, its end
 LEVELS = 8  # blurred images, between which others are interpolated
 TEMPERATURE = 1 / 20  # of the smooth maximum
 AREAS = (0.025, 0.05, 0.1, 0.2)  # of the image; the masks are added up and smoothed, as for the pointing game
 SMOOTHING = 0.09  # standard deviation, of the shorter side
-# chosen here: a large weight of the area would keep the points in the order in which they start
-RATE, MOMENTUM = 0.01, 0.9  # of gradient ascent
-START, PENALTY = 3.0, 1200.0  # weight of the area, which grows from the first to the second geometrically
+STEPS, RATE, MOMENTUM = 800, 0.01, 0.9  # of gradient ascent; fewer steps are larger
+START, GROWTH = 300.0, 1.0035**800  # weight of the area, and by how much it grows, geometrically
+TIED = 1e-6  # pixels of a mask that differ by less count as equal
 
 
 @method("rise", gives="pixels", finish="min-max", perturbs="images", signed=False, samples=4000)
@@ -36,7 +39,7 @@ def rise(probe: Probe) -> Tensor:
     """Random masks added up, each weighted by the score of the image seen through it (Petsiuk et al., 2018);
     the paper's score is the probability: `target="probability"`."""
     images, count = probe.forward_pass.images, probe.samples
-    usual = probe.batch_size or (CPU_BATCH if images.device.type == "cpu" else GPU_BATCH)
+    usual = probe.batch_size or usual_batch(images)
     batch = smaller_batch(min(usual, count), probe.net, images)
     net = copy_for_masks(probe) if len(images) * count >= MANY_MASKS else probe.net
     grids, shifts = random_grids(count, probe.forward_pass.image)
@@ -82,7 +85,7 @@ def grown_masks(grids: Tensor, shifts: Tensor, image: GridSize) -> Tensor:
     "extremal-perturbation",
     gives="pixels",
     signed=False,
-    samples=800,
+    samples=STEPS,
     passes=len(AREAS),
     aliases=("extremal",),
 )
@@ -95,18 +98,22 @@ def extremal_perturbation(probe: Probe) -> Tensor:
     found = dict[tuple[int, int], Tensor]()
     chosen = probe.classes.tolist()
     jobs = list(dict.fromkeys((i, k) for i, classes in enumerate(chosen) for k in classes))
+    net = copy_for_masks(probe) if len(jobs) * len(AREAS) * probe.samples >= MANY_MASKS else probe.net
     for done, (i, k) in enumerate(jobs):
         masks = list[Tensor]()
         for areas in torch.tensor(AREAS).split(batch):
             shares = done + len(masks) / len(AREAS), len(areas) / len(AREAS), len(jobs)
-            masks += best_masks(probe, i, chosen[i].index(k), areas, shares)
+            masks += best_masks(probe, net, i, chosen[i].index(k), areas, shares)
         side = min(probe.forward_pass.image)
         found[i, k] = blurred(torch.stack(masks).sum(0)[None, None], SMOOTHING * side)[0, 0]
     return torch.stack([torch.stack([found[i, k] for k in chosen[i]]) for i in range(len(images))])
 
 
-def best_masks(probe: Probe, index: int, k: int, areas: Tensor, shares: tuple[float, float, int]) -> Tensor:
-    """Return (A, H, W) masks of these areas that maximise the score of image `index`'s k-th class."""
+def best_masks(
+    probe: Probe, net: DualBranch, index: int, k: int, areas: Tensor, shares: tuple[float, float, int]
+) -> Tensor:
+    """Return (A, H, W) masks of these areas that maximise the score, by `net`, of image `index`'s k-th
+    class."""
     image = probe.forward_pass.images[index : index + 1].detach()
     size, scale = probe.forward_pass.image, min(probe.forward_pass.image) / SIDE
     exact = at_least_float32(image)
@@ -114,23 +121,20 @@ def best_masks(probe: Probe, index: int, k: int, areas: Tensor, shares: tuple[fl
     levels = torch.cat([blurred(exact, sigma) for sigma in sigmas])  # (L, C, H, W), the last one sharp
     points = mask_grid(size)
     kernel = mask_kernel(size, points).to(exact)
-    pixels = torch.arange(size.height * size.width, device=image.device)
-    hidden = ((1 - areas.double()) * len(pixels)).round().to(image.device)
-    wanted = (pixels >= hidden[:, None]).to(exact)  # (A, H*W) zeros, then ones
-    grid = torch.full((len(areas), *points), 0.5, dtype=exact.dtype, device=image.device)
-    grid, speed, penalty = grid.requires_grad_(), torch.zeros_like(grid), 0.0
+    counts = [max(1, round(area * size.height * size.width)) for area in areas.tolist()]
+    grid = torch.ones(len(areas), *points, dtype=exact.dtype, device=image.device)
+    grid, speed, rate = grid.requires_grad_(), torch.zeros_like(grid), RATE * min(STEPS / probe.samples, 16)
     for step in range(probe.samples):
+        weight = START * GROWTH ** (step / probe.samples)
         with torch.enable_grad():
             masks = smooth_masks(grid, kernel, size)
             shown = shown_through(masks, levels).to(image.dtype)
-            score = probe.score_of(probe.image_logits(shown), index, k)
-            excess = (masks.flatten(1).sort(dim=1, stable=True).values - wanted).square().mean(1)
-            (slope,) = torch.autograd.grad((score - penalty * excess).sum(), grid)
+            score = probe.score_of(probe.image_logits(shown, net), index, k)
+            excess = (masks - nearest_of_area(masks.detach(), counts)).square().mean((1, 2))
+            (slope,) = torch.autograd.grad((score - weight * excess).sum(), grid)
         with torch.no_grad():
-            speed = MOMENTUM * speed + slope
-            grid = (grid + RATE * speed).clamp(0, 1).requires_grad_()
-        # the first steps follow the score, which puts points in order that were equal
-        penalty = START * (PENALTY / START) ** ((step + 1) / probe.samples)
+            speed = MOMENTUM * speed + (1 - MOMENTUM) * slope
+            grid = (grid + rate * speed).clamp(0, 1).requires_grad_()
         before, share, jobs = shares
         report_share((before + share * (step + 1) / probe.samples) / jobs)
     return smooth_masks(grid.detach(), kernel, size)
@@ -143,31 +147,59 @@ def mask_grid(image: GridSize) -> GridSize:
 
 
 def mask_kernel(image: GridSize, points: GridSize) -> Tensor:
-    """Return (points, points) the kernel's value for each two points: exp(-max(0, d - 1)^2 / 4) at a distance
-    of d steps, so a third where they are 21 pixels apart."""
+    """Return the kernel around a point, one value for each point in reach: 1 up to half of 21 pixels, then a
+    Gaussian, exp(-2 (d / 21 - 1/2)^2)."""
+    scale = min(image) / SIDE
+    steps = [side / count for side, count in zip(image, points, strict=True)]  # pixels between two points
+    reach = [math.ceil(REACH * scale / step) for step in steps]
     rows, columns = (
-        (torch.arange(count, dtype=torch.float64) + 0.5) * side / count
-        for count, side in zip(points, image, strict=True)
+        torch.arange(-far, far + 1, dtype=torch.float64) * step
+        for far, step in zip(reach, steps, strict=True)
     )
-    places = torch.cartesian_prod(rows, columns)
-    distance = torch.cdist(places, places) / (STEP * min(image) / SIDE)
-    return (-(distance - 1).clamp(min=0).square() / 4).exp()
+    distance = torch.hypot(rows[:, None], columns) / scale
+    return (-((distance - CORE).clamp(min=0) / SPREAD).square() / 2).exp()
 
 
 def smooth_masks(grid: Tensor, kernel: Tensor, image: GridSize) -> Tensor:
-    """Return (A, H, W) masks: at each point the smooth maximum of all points' values times the kernel, and
-    bilinear between the points."""
-    values = kernel * grid.flatten(1)[:, None]  # (A, points, points)
-    masks = (values * (values / TEMPERATURE).softmax(-1)).sum(-1)
+    """Return (A, H, W) masks: at each point the smooth maximum of the values in reach times the kernel, and
+    bilinear between the points. Beyond an edge the points are mirrored."""
+    rows, columns = (
+        mirrored(count, (size - 1) // 2, grid)
+        for count, size in zip(grid.shape[1:], kernel.shape, strict=True)
+    )
+    padded = grid[:, rows][:, :, columns][:, None]
+    values = F.unfold(padded, kernel.shape) * kernel.flatten()[:, None]  # (A, points in reach, points)
+    masks = (values * (values / TEMPERATURE).softmax(1)).sum(1)
     return resize(masks.unflatten(1, grid.shape[1:])[None], image, "bilinear")[0]
+
+
+def mirrored(count: int, reach: int, like: Tensor) -> Tensor:
+    """Return the indices of `count` points and, on both sides, those of the mirrored ones."""
+    index = torch.arange(-reach, count + reach, device=like.device) % (2 * count)
+    return torch.minimum(index, 2 * count - 1 - index)
+
+
+def nearest_of_area(masks: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the (A, H, W) masks of zeros and ones, with so many ones, that are nearest to these; pixels with
+    equal claims share what is left for them."""
+    values = masks.flatten(1)
+    total = values.shape[1]
+    last = [row.kthvalue(total - n + 1).values for row, n in zip(values, counts, strict=True)]
+    above = values - torch.stack(last)[:, None]
+    equal, more = above.abs() <= TIED, above > TIED
+    left = torch.tensor(counts, device=values.device) - more.sum(1)
+    return (more + equal * (left.to(values) / equal.sum(1))[:, None]).view_as(masks)
 
 
 def shown_through(masks: Tensor, levels: Tensor) -> Tensor:
     """Return (A, C, H, W) images, sharp where a mask is 1 and blurred most where it is 0; between two levels
     linearly."""
     place = masks * (len(levels) - 1)
-    weights = torch.stack([(1 - (place - level).abs()).clamp(min=0) for level in range(len(levels))], 1)
-    return torch.einsum("alhw,lchw->achw", weights, levels)
+    low = place.detach().floor().clamp(max=len(levels) - 2)
+    index = low.long()[:, None, None].expand(-1, -1, levels.shape[1], -1, -1)
+    stack = levels.expand(len(masks), -1, -1, -1, -1)  # (A, L, C, H, W)
+    below, above = (stack.gather(1, index + step)[:, 0] for step in (0, 1))
+    return below + (place - low)[:, None] * (above - below)
 
 
 def blurred(images: Tensor, sigma: float) -> Tensor:
