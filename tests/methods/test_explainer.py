@@ -32,7 +32,7 @@ from support.oracles import grad_cam_map, path_a, path_b
 from support.tiny import Gap, InPlace, Probabilities, TwoHeads, Vgg, attached, images
 
 BRANCHES: tuple[Branch, ...] = ("sigmoid", "softmax", "centred")
-CNN_METHODS = [name for name, facts in METHODS.items() if facts.weights_channels]
+CNN_METHODS = [name for name, facts in METHODS.items() if facts.weights_channels and facts.needs != "patches"]
 
 
 def gap_net(

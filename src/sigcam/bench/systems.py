@@ -52,7 +52,7 @@ class Amounts:
     curve_images: int | None = 30
     curve_steps: int = 10
     most_passes: int | None = 320
-    limit: int | None = 1280
+    limit: int | None = 600
     everywhere: float = 100
 
     def images_of(self, passes: float) -> int | None:
@@ -66,7 +66,7 @@ QUICK = Amounts(images=12, fewest=4, curve_images=4, curve_steps=7, most_passes=
 WHOLE = Amounts(
     None, curve_images=None, curve_steps=FULL_CURVE_STEPS, most_passes=None, limit=None, everywhere=math.inf
 )
-OF_LARGE = Amounts(40, 12, curve_images=10, curve_steps=6, most_passes=128, limit=1024, everywhere=2)
+OF_LARGE = Amounts(40, 12, curve_images=10, curve_steps=6, most_passes=128, limit=300, everywhere=2)
 
 
 def amounts(plan: Plan) -> Amounts:

@@ -29,7 +29,7 @@ LEVELS = 8  # blurred images, between which others are interpolated
 TEMPERATURE = 1 / 20  # of the smooth maximum
 AREAS = (0.025, 0.05, 0.1, 0.2)  # of the image; the masks are added up and smoothed, as for the pointing game
 SMOOTHING = 0.09  # standard deviation, of the shorter side
-STEPS, RATE, MOMENTUM = 800, 0.01, 0.9  # of gradient ascent; fewer steps are larger
+ASCENT_STEPS, RATE, MOMENTUM = 800, 0.01, 0.9  # of gradient ascent; fewer steps are larger
 START, GROWTH = 300.0, 1.0035**800  # weight of the area, and by how much it grows, geometrically
 TIED = 1e-6  # pixels of a mask that differ by less count as equal
 
@@ -85,7 +85,7 @@ def grown_masks(grids: Tensor, shifts: Tensor, image: GridSize) -> Tensor:
     "extremal-perturbation",
     gives="pixels",
     signed=False,
-    samples=STEPS,
+    samples=ASCENT_STEPS,
     passes=len(AREAS),
     aliases=("extremal",),
 )
@@ -123,7 +123,11 @@ def best_masks(
     kernel = mask_kernel(size, points).to(exact)
     counts = [max(1, round(area * size.height * size.width)) for area in areas.tolist()]
     grid = torch.ones(len(areas), *points, dtype=exact.dtype, device=image.device)
-    grid, speed, rate = grid.requires_grad_(), torch.zeros_like(grid), RATE * min(STEPS / probe.samples, 16)
+    grid, speed, rate = (
+        grid.requires_grad_(),
+        torch.zeros_like(grid),
+        RATE * min(ASCENT_STEPS / probe.samples, 16),
+    )
     for step in range(probe.samples):
         weight = START * GROWTH ** (step / probe.samples)
         with torch.enable_grad():
