@@ -21,15 +21,15 @@ class Interrupted(Exception):
 @contextmanager
 def running(options: Any) -> Iterator[None]:
     """Lock the folder `options.output`, if there is one; note on errors that the command resumes, if so."""
-    with ExitStack() as stack:
-        try:
+    try:
+        with ExitStack() as stack:
             folder = getattr(options, "output", None)
             if folder is not None and os.environ.get("RANK", "0") == "0":  # set by torchrun
                 stack.enter_context(locked_folder(folder))
             yield
-        except BaseException as error:
-            if getattr(options, "resumes", False):
-                error.add_note(RESUMES)
-            if isinstance(error, KeyboardInterrupt):
-                raise Interrupted from error
-            raise
+    except BaseException as error:  # also while the folder is unlocked
+        if getattr(options, "resumes", False):
+            error.add_note(RESUMES)
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted from error
+        raise
